@@ -1,0 +1,19 @@
+"""Metrics are masked (total, weight) pairs: they add over batches, devices and processes without loss."""
+
+from typing import Mapping
+
+import numpy as np
+
+
+def ratios(totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+  """name -> total / weight; a metric without any weight is left out, for it has no value."""
+  return {k: float(total) / float(weight) for k, (total, weight) in totals.items() if weight != 0}
+
+
+def merge(totals: Mapping[str, tuple[float, float]], sums: Mapping[str, tuple]) -> dict[str, tuple[float, float]]:
+  """Adds a batch's sums to the totals, in float64 on the host."""
+  out = dict(totals)
+  for k, (total, weight) in sums.items():
+    t, w = out.get(k, (0.0, 0.0))
+    out[k] = t + float(np.float64(total)), w + float(np.float64(weight))
+  return out

@@ -1,0 +1,186 @@
+"""Pictures in files, and strokes on pictures: the door to Pillow, and to OpenCV's drawing.
+
+Inside the lab a picture is u8[H, W, 3], RGB, upright. Policy on EXIF orientation: it is applied when a file is read, so
+whatever looks at pixels sees what a viewer shows.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+from typing import Iterator, NamedTuple, Sequence
+
+import numpy as np
+
+from data_pipelines import DataError
+
+SUFFIXES = ('.jpg', '.jpeg', '.png', '.webp', '.bmp', '.tif', '.tiff', '.gif', '.ppm', '.pgm')
+PIXELS_MAX = 80_000_000           # of a picture; more is refused before it is decoded (240 MB as RGB)
+BACKGROUND = (255, 255, 255)      # transparent pictures lie on white, as on a page
+_ORIENTATION = 0x0112
+
+
+def read(path: str | os.PathLike, pixels_max: int = PIXELS_MAX) -> np.ndarray:
+  """Reads a picture file: u8[H, W, 3], RGB, upright.
+
+  Grey, palette, CMYK and 16-bit pictures are converted, transparency is laid on white, of an animation the first
+  picture is taken.
+
+  Raises:
+    DataError: a file that is missing, no picture, cut off, of an unknown depth, or of more than `pixels_max` pixels.
+  """
+  from PIL import Image
+  path = os.fspath(path)
+  if not os.path.isfile(path):
+    raise DataError(f'{path}: {"a folder, not a picture" if os.path.isdir(path) else "no such file"}')
+  try:
+    with Image.open(path) as image:
+      width, height = image.size
+      if width * height <= pixels_max:
+        return _upright(_rgb(image, path), _orientation(image, path))
+  except DataError:
+    raise
+  except (Image.DecompressionBombError, Image.DecompressionBombWarning) as e:
+    raise DataError(f'{path}: {e}; at most {pixels_max} pixels are read; make the picture smaller') from None
+  except Exception as e:    # Pillow's parsers raise whatever a broken file leads them to
+    raise DataError(f'{path}: not a readable picture ({type(e).__name__}: {e})') from e
+  raise DataError(f'{path}: {width}x{height} px are too large; at most {pixels_max} pixels are read; '
+                  'make the picture smaller')
+
+
+def _rgb(image, path):
+  from PIL import Image
+  if image.mode.startswith('I;16') or image.mode == 'I':    # Pillow would clip 16 bits to 8
+    deep = np.asarray(image).astype(np.int64)
+    if deep.min() < 0 or deep.max() > 0xFFFF:
+      raise DataError(f'{path}: grey values {deep.min()}..{deep.max()}; 8 or 16 bits without sign are read')
+    return np.repeat((deep * 255 + 0x7FFF) // 0xFFFF, 3).reshape(*deep.shape, 3).astype(np.uint8)
+  if image.mode == 'F':
+    raise DataError(f'{path}: a picture of floating-point numbers; save it with 8 or 16 bits')
+  if 'A' in image.mode or 'a' in image.mode or 'transparency' in image.info:
+    image = image.convert('RGBA')
+    image = Image.alpha_composite(Image.new('RGBA', image.size, (*BACKGROUND, 255)), image)
+  return np.array(image.convert('RGB'))
+
+
+def _orientation(image, path):
+  """EXIF's number 1..8; 1 where there is none, or none that can be read."""
+  try:
+    found = image.getexif().get(_ORIENTATION, 1)
+  except Exception as e:    # a broken block beside good pixels
+    logging.warning('%s: unreadable EXIF block (%s); taken as upright', path, e)
+    return 1
+  return found if found in range(1, 9) else 1
+
+
+def _upright(pixels, orientation):
+  """Undoes EXIF orientation: u8[H, W, 3] -> u8[H, W, 3] or u8[W, H, 3]."""
+  if orientation >= 5:
+    pixels = pixels.swapaxes(0, 1)
+  if orientation in (2, 3, 6, 7):
+    pixels = pixels[:, ::-1]
+  if orientation in (3, 4, 7, 8):
+    pixels = pixels[::-1]
+  return np.ascontiguousarray(pixels)
+
+
+class Inputs(NamedTuple):
+  """What a user named: kind is 'pictures', 'film' or 'camera'."""
+  kind: str
+  names: tuple[str, ...]    # files, or the camera's number
+
+
+def list_inputs(path: str) -> Inputs:
+  """Tells what `path` is: a picture, a folder of pictures (sorted, with its subfolders), a film, or a camera's number.
+
+  In a folder only files with a known suffix count, hidden ones don't. A single file is a picture if its suffix says so,
+  else a film. Raises DataError where nothing is found.
+  """
+  if path.isdigit() and not os.path.exists(path):
+    return Inputs('camera', (path,))
+  if os.path.isdir(path):
+    names = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names
+             if name.lower().endswith(SUFFIXES) and not name.startswith('.')]
+    if not names:
+      raise DataError(f'{path}: no picture in this folder; known suffixes are {" ".join(SUFFIXES)}')
+    return Inputs('pictures', tuple(sorted(names)))
+  if not os.path.isfile(path):
+    raise DataError(f'{path}: no such file or folder; name a picture, a folder, a film or the number of a camera')
+  return Inputs('pictures' if path.lower().endswith(SUFFIXES) else 'film', (path,))
+
+
+@contextlib.contextmanager
+def whole(path: str | os.PathLike) -> Iterator[str]:
+  """Gives a new, randomly named file beside `path` to write; it gets that name once written, or else vanishes."""
+  folder, name = os.path.split(os.path.abspath(path))
+  os.makedirs(folder, exist_ok=True)
+  stem, suffix = os.path.splitext(name)
+  part = os.path.join(folder, f'.{stem}.{secrets.token_hex(6)}{suffix}')
+  os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+  try:
+    yield part
+    os.replace(part, path)
+  finally:
+    with contextlib.suppress(FileNotFoundError):
+      os.unlink(part)
+
+
+def write(path: str | os.PathLike, image: np.ndarray, quality: int = 92) -> None:
+  """Writes u8[H, W, 3] RGB as .png, .jpg or .jpeg; nothing half-written stays under the name."""
+  from PIL import Image
+  check(image)
+  path = os.fspath(path)
+  formats = {'.png': 'PNG', '.jpg': 'JPEG', '.jpeg': 'JPEG'}
+  suffix = os.path.splitext(path)[1].lower()
+  if suffix not in formats:
+    raise DataError(f'{path}: pictures are written as {", ".join(formats)}')
+  with whole(path) as part:
+    Image.fromarray(image).save(part, formats[suffix], **({'quality': quality} if suffix != '.png' else {}))
+
+
+def check(image: np.ndarray) -> None:
+  """Raises ValueError unless image is u8[H, W, 3] with at least one pixel."""
+  if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size:
+    raise ValueError(f'a picture is uint8 [H, W, 3], got {image.dtype} {list(image.shape)}')
+
+
+def resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
+  """u8[H, W, 3] -> u8[height, width, 3], averaging when it shrinks and interpolating when it grows."""
+  import cv2
+  shrinks = height * width < image.shape[0] * image.shape[1]
+  return cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR)
+
+
+class Stroke(NamedTuple):
+  """A line from start to end, or a dot where both are equal: (x, y) in px, width in px."""
+  start: tuple[float, float]
+  end: tuple[float, float]
+  colour: tuple[int, int, int]
+  width: float
+
+
+def draw(image: np.ndarray, strokes: Sequence[Stroke]) -> np.ndarray:
+  """A copy of u8[H, W, 3] with round-ended, smooth strokes in the order given; what lies outside is cut off."""
+  import cv2
+  out, fine = image.copy(), 4                                 # 4 bits of a pixel's fraction
+  limit = 4 * max(image.shape)
+  for s in strokes:
+    a, b = ([int(round(min(max(v, -limit), limit) * 2**fine)) for v in p] for p in (s.start, s.end))
+    if a != b:
+      cv2.line(out, a, b, s.colour, max(int(round(s.width)), 1), cv2.LINE_AA, fine)
+    else:
+      cv2.circle(out, a, int(round(s.width / 2 * 2**fine)), s.colour, cv2.FILLED, cv2.LINE_AA, fine)
+  return out
+
+
+def label(image: np.ndarray, text: str, at: tuple[float, float], height: float,
+          colour: tuple[int, int, int] = (255, 255, 255)) -> None:
+  """Writes text of that height in px, dark-edged, into image, its lower left corner at (x, y); kept inside."""
+  import cv2
+  face, scale = cv2.FONT_HERSHEY_SIMPLEX, height / 22         # the capitals of this face are 22 px high at scale 1
+  thick = max(int(round(height / 9)), 1)
+  (width, _), _ = cv2.getTextSize(text, face, scale, thick)
+  x = int(min(max(at[0], thick), max(image.shape[1] - width - thick, thick)))
+  y = int(min(max(at[1], height + thick), max(image.shape[0] - thick, height + thick)))
+  cv2.putText(image, text, (x, y), face, scale, (20, 20, 20), 3 * thick, cv2.LINE_AA)
+  cv2.putText(image, text, (x, y), face, scale, colour, thick, cv2.LINE_AA)

@@ -1,0 +1,375 @@
+"""Orbax's door: save, resume exactly, restore weights, graft pretrained ones.
+
+  workdir/checkpoints/<step>/   params  ema  stats  opt  meta
+A step exists once Orbax has renamed its folder, which is its last act: a kill at any moment leaves the step before.
+`meta` holds the config, package versions, the data's fingerprint, the evaluation's scores and a checksum of every
+array, compared at each restore. Nothing in a checkpoint is code.
+"""
+
+import fcntl
+import functools
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from typing import Any, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from lab.sharding import paths
+from lab.task import TrainState
+
+log = logging.getLogger('lab')
+PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
+FAILURES = 3          # background saves in a row that may fail before the run ends
+
+
+class CheckpointError(Exception):
+  """A checkpoint that is missing, broken, foreign, or can't be written."""
+  exit_code = 5
+
+
+class DiskFull(Exception):
+  """No room for the next checkpoint; the one before it is safe."""
+  exit_code = 6
+
+
+def claim(workdir: str):
+  """Locks a workdir for this process; the lock goes with the process, however it ends. Returns the open file."""
+  try:
+    os.makedirs(workdir, exist_ok=True)
+    f = open(os.path.join(workdir, '.lock'), 'a+', encoding='ascii')
+  except OSError as e:
+    raise CheckpointError(f'--workdir={workdir} can\'t be written: {e}') from None
+  try:
+    fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except OSError:
+    f.seek(0)
+    raise CheckpointError(f'--workdir={workdir} is in use by process {f.read().strip() or "?"}; '
+                          'choose another workdir or wait for it') from None
+  f.truncate(0)
+  f.write(str(os.getpid()))
+  f.flush()
+  return f
+
+
+@jax.jit
+def _sums(tree):
+  """Two wrapping u32 sums of every array's bits, one of them weighted by position: exact on any sharding."""
+  def one(x):
+    if x.dtype == jnp.bool_:
+      x = x.astype(jnp.uint8)
+    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f'uint{8 * x.dtype.itemsize}')).astype(jnp.uint32)
+    at, stride = jnp.zeros(x.shape, jnp.uint32), 1
+    for axis in reversed(range(x.ndim)):
+      at += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride % (1 << 32))
+      stride *= x.shape[axis]
+    return jnp.stack([jnp.sum(bits, dtype=jnp.uint32), jnp.sum(bits * (2 * at + 1), dtype=jnp.uint32)])
+  return jax.tree.map(one, tree)
+
+
+def checksums(state: Any) -> dict[str, list[int]]:
+  """path -> two numbers that change with any single changed bit of the array and with any swap."""
+  return {p: [int(v) for v in s] for p, s in paths(jax.device_get(_sums(state)))}
+
+
+def digest(state: Any) -> str:
+  """One hash over names, types, shapes and contents of all arrays: equal digests are equal states."""
+  shapes = {p: [x.dtype.name, *x.shape] for p, x in paths(state)}
+  return hashlib.sha256(json.dumps([shapes, checksums(state)], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def split(state: TrainState) -> dict[str, Any]:
+  """The items of a checkpoint; weights lie apart from what only training needs. Empty ones are left out."""
+  items = {'params': state.params, 'ema': state.opt.ema, 'stats': state.stats,
+           'opt': {'step': state.step, 'inner': state.opt.inner, 'skipped': state.opt.skipped}}
+  return {k: v for k, v in items.items() if jax.tree.leaves(v)}
+
+
+def join(items: Mapping[str, Any], like: TrainState) -> TrainState:
+  """The inverse of split."""
+  opt = items['opt']
+  return TrainState(opt['step'], items['params'], items.get('stats', like.stats),
+                    like.opt._replace(inner=opt['inner'], ema=items.get('ema', like.opt.ema), skipped=opt['skipped']))
+
+
+class Checkpoints:
+  """The checkpoints of one workdir. The disk is asked each time: nothing about it is remembered."""
+
+  def __init__(self, workdir: str, config=None, data: str = ''):
+    self.folder = os.path.abspath(os.path.join(workdir, 'checkpoints'))
+    self.config, self.data, self.failures, self.writing = config, data, 0, None
+    self.orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+
+  def path(self, step: int) -> str:
+    """The folder of a step."""
+    return os.path.join(self.folder, str(step))
+
+  def steps(self) -> list[int]:
+    """Complete steps on disk, ascending as numbers; other names are none of ours."""
+    names = os.listdir(self.folder) if os.path.isdir(self.folder) else []
+    return sorted(int(n) for n in names if re.fullmatch(r'0|[1-9]\d*', n) and os.path.exists(
+        os.path.join(self.folder, n, 'meta', 'metadata')))
+
+  def meta(self, step: int) -> dict[str, Any]:
+    """What a step says of itself: config, versions, data, scores, checksums."""
+    return self.orbax.restore(self.path(step), args=ocp.args.Composite(meta=ocp.args.JsonRestore()))['meta']
+
+  def best(self, name: str) -> int | None:
+    """The step with the best value of metric `name` ('AP', or '-loss' where less is better); None if none has it."""
+    sign, key = (-1, name[1:]) if name.startswith('-') else (1, name)
+    scores = {s: self.meta(s)['scores'] for s in self.steps()} if name else {}
+    return max(((sign * v[key], s) for s, v in scores.items() if key in v), default=(0, None))[1]
+
+  def clean(self) -> None:
+    """Removes what an interrupted save or removal left; one process does it."""
+    for name in os.listdir(self.folder) if os.path.isdir(self.folder) else []:
+      if jax.process_index() == 0 and ('.orbax-checkpoint-tmp' in name or name.startswith('removed-')):
+        shutil.rmtree(os.path.join(self.folder, name), ignore_errors=True)
+
+  # saving
+
+  def save(self, step: int, state: TrainState, scores: Mapping[str, float] | None = None) -> None:
+    """Starts to write a step in the background. A failed earlier write is reported here, and after three, fatal."""
+    self.settle()
+    if step in self.steps():
+      return
+    self._wait_for_space(state)
+    meta = {'step': step, 'config': json.loads(self.config.to_json()), 'versions': versions(), 'data': self.data,
+            'scores': {k: v for k, v in (scores or {}).items() if np.isfinite(v)}, 'checksums': checksums(state)}
+    items = {k: ocp.args.StandardSave(v) for k, v in split(state).items()}
+    try:
+      self.writing = step
+      self.orbax.save(self.path(step), args=ocp.args.Composite(meta=ocp.args.JsonSave(meta), **items))
+    except Exception as e:  # whatever the file system says, the run decides in one place
+      self._failed(step, e)
+
+  def settle(self) -> None:
+    """Waits for the write in progress, then removes the steps that config.checkpoint does not keep."""
+    if self.writing is not None:
+      step = self.writing
+      try:
+        self.orbax.wait_until_finished()
+      except Exception as e:
+        self._failed(step, e)
+      else:
+        self.writing, self.failures = None, 0
+    self._prune()
+
+  def finish(self, step: int, state: TrainState, scores=None) -> None:
+    """Saves the last step of a run and waits until it is on disk. Raises where it isn't."""
+    for _ in range(FAILURES):
+      self.save(step, state, scores)
+      self.settle()
+      if step in self.steps():
+        return
+    raise CheckpointError(f'checkpoint {step} could not be written to {self.folder}; steps there: {self.steps()}')
+
+  def _failed(self, step, error):
+    self.writing, self.failures = None, self.failures + 1
+    log.error('checkpoint %d was not written (%d in a row): %s', step, self.failures, str(error).split('\n')[0])
+    if 'No space left' in str(error) and not self.config.checkpoint.space_wait_s:
+      raise DiskFull(f'checkpoint {step}: no space left in {self.folder}; complete steps: {self.steps()}') from None
+    if self.failures >= FAILURES:
+      raise CheckpointError(f'{self.failures} checkpoints in a row could not be written to {self.folder}: {error}') from error
+
+  def _wait_for_space(self, state):
+    os.makedirs(self.folder, exist_ok=True)
+    need = int(1.05 * sum(x.nbytes for x in jax.tree.leaves(state)) / jax.process_count()) + (1 << 20)
+    waited = 0.0
+    while (free := shutil.disk_usage(self.folder).free) < need:
+      if waited >= self.config.checkpoint.space_wait_s:
+        raise DiskFull(f'the next checkpoint needs {need:,} bytes in {self.folder}, {free:,} are free; complete steps: '
+                       f'{self.steps()}. Free some space and start the same command again')
+      if not waited:
+        log.warning('waiting for disk space: %s bytes needed, %s free', f'{need:,}', f'{free:,}')
+      waited += 1
+      time.sleep(1)
+
+  def _prune(self):
+    keep = self.config.checkpoint.keep
+    if keep < 0 or jax.process_index() != 0:
+      return
+    steps = self.steps()
+    for step in set(steps) - set(steps[max(len(steps) - max(keep, 1), 0):]) - {self.best(self.config.checkpoint.best)}:
+      gone = os.path.join(self.folder, f'removed-{step}')
+      os.rename(self.path(step), gone)           # so that a half removed folder never looks like a step
+      shutil.rmtree(gone, ignore_errors=True)
+
+  # restoring
+
+  def resume(self, abstract: TrainState) -> TrainState | None:
+    """The newest good step as a state with the shardings of `abstract`; None where there is no checkpoint at all.
+
+    A step that can't be read or whose checksums differ is reported and the one before it taken; CheckpointError if
+    none is good, or if the checkpoint belongs to another task or network.
+    """
+    steps = self.steps()
+    for step in reversed(steps):
+      try:
+        meta = self.meta(step)
+      except Exception as e:
+        log.warning('checkpoint %s is broken, trying the one before: %s', self.path(step), str(e).split('\n')[0])
+        continue
+      self._compare(step, meta, abstract)
+      try:
+        state = join(self._restore(step, split(abstract)), abstract)
+        verify(state, meta['checksums'], self.path(step))
+        return state
+      except Exception as e:
+        log.warning('checkpoint %s is broken, trying the one before: %s', self.path(step), str(e).split('\n')[0])
+    if steps:
+      raise CheckpointError(f'none of the checkpoints {steps} in {self.folder} can be read; restore one of them, or '
+                            'choose a new --workdir to start again')
+    return None
+
+  def weights(self, which: str, abstract: TrainState) -> tuple[int, Any, Any]:
+    """(step, weights, stats) of step `which`: latest, best or a number; the averaged weights where they were kept."""
+    step = self.find(which)
+    meta = self.meta(step)
+    self._compare(step, meta, abstract._replace(opt=()))
+    name = 'ema' if os.path.isdir(os.path.join(self.path(step), 'ema')) else 'params'
+    items = {name: abstract.params, **({'stats': abstract.stats} if jax.tree.leaves(abstract.stats) else {})}
+    try:
+      got = self._restore(step, items)
+    except Exception as e:
+      raise CheckpointError(f'{self.path(step)} can\'t be read: {e}') from e
+    head = {'ema': 'opt/ema', 'params': 'params', 'stats': 'stats'}
+    for item, tree in got.items():
+      want = {p[len(head[item]) + 1:]: s for p, s in meta['checksums'].items() if p.startswith(head[item] + '/')}
+      verify(tree, want, self.path(step))
+    return step, got[name], got.get('stats', abstract.stats)
+
+  def find(self, which: str) -> int:
+    """'latest', 'best' or a number -> a step on disk. Raises CheckpointError naming the steps that are there."""
+    steps = self.steps()
+    if not steps:
+      raise CheckpointError(f'no checkpoint in {self.folder}; train first, or correct --workdir')
+    if which == 'latest':
+      return steps[-1]
+    if which == 'best':
+      name = self.meta(steps[-1])['config']['checkpoint']['best']
+      best = self.best(name)
+      if best is None:
+        raise CheckpointError(f'{self.folder} has no best step: checkpoint.best = {name!r}; steps: {steps}')
+      return best
+    if not which.isdigit() or int(which) not in steps:
+      near = sorted(steps, key=lambda s: abs(s - int(which)))[:3] if which.isdigit() else steps
+      raise CheckpointError(f'{self.folder} has no step {which!r}; nearest: {sorted(near)}')
+    return int(which)
+
+  def _restore(self, step, items):
+    args = {k: ocp.args.StandardRestore(v) for k, v in items.items()}
+    got = self.orbax.restore(self.path(step), args=ocp.args.Composite(**args))
+    return {k: got[k] for k in items}
+
+  def _compare(self, step, meta, abstract):
+    """Refuses a checkpoint of another task or network; warns of every other difference."""
+    want = {p: list(x.shape) for p, x in paths(abstract)}
+    have = meta['checksums']
+    missing, extra = sorted(set(want) - set(have)), sorted(set(have) - set(want)) if abstract.opt != () else []
+    if missing or extra or (self.config is not None and meta['config']['task'] != self.config.task):
+      raise CheckpointError(f'{self.path(step)} belongs to another run: task {meta["config"]["task"]}, arrays missing '
+                            f'there {missing[:3]}, unknown here {extra[:3]}. {_changed(meta["config"], self.config)} '
+                            'Choose another --workdir')
+    if self.config is not None and (text := _changed(meta['config'], self.config)):
+      log.warning('the configuration differs from that of checkpoint %d: %s', step, text)
+    if self.data and meta['data'] and self.data != meta['data']:
+      log.warning('the data set is not the one of checkpoint %d: exact resume is not possible', step)
+    if meta['versions'] != versions():
+      log.warning('package versions differ from those of checkpoint %d: %s', step,
+                  ', '.join(f'{k} {meta["versions"].get(k)} -> {v}' for k, v in versions().items()
+                            if meta['versions'].get(k) != v))
+
+
+def versions() -> dict[str, str]:
+  """Versions of the packages that decide a run's bits."""
+  return {p: importlib.metadata.version(p) for p in PACKAGES}
+
+
+def verify(tree: Any, want: Mapping[str, list[int]], where: str) -> None:
+  """Raises CheckpointError naming the first array whose checksum differs from `want`."""
+  have = checksums(tree)
+  wrong = [p for p in have if have[p] != want.get(p)]
+  if wrong:
+    raise CheckpointError(f'{where}: array {wrong[0]} differs from its checksum ({len(wrong)} in all)')
+
+
+def _changed(old: Mapping, new) -> str:
+  from lab.config import flatten
+  old, new = flatten(old), flatten(json.loads(new.to_json())) if hasattr(new, 'to_json') else {}
+  return '; '.join(f'{k}: {old.get(k)!r} -> {new.get(k)!r}' for k in sorted(old.keys() | new.keys())
+                   if new and old.get(k) != new.get(k))
+
+
+# grafting
+
+def graft(params: Any, source: str, only: str = '.*') -> Any:
+  """Fills parameters [any tree of arrays] from another run, `path[:best|latest|STEP]`, or a .safetensors file.
+
+  Arrays are taken by equal path and shape, if `only` is found in the path. Every array is listed as taken, fresh (not
+  there, or not wanted) or mismatched (other shape). Raises CheckpointError where nothing can be taken.
+  """
+  there = _safetensors(source) if source.endswith('.safetensors') else _run_weights(source)
+  taken, fresh, mismatched, out = [], [], [], []
+  for path, x in paths(params):
+    new = there.get(path)
+    if new is None or not re.search(only, path):
+      fresh.append(path)
+    elif new.shape != x.shape:
+      mismatched.append(f'{path} {new.shape} is not {x.shape}')
+    else:
+      taken.append(path)
+      x = jax.make_array_from_callback(x.shape, x.sharding, functools.partial(_slice, new, x.dtype))
+    out.append(x)
+  unused = sorted(set(there) - {p for p, _ in paths(params)})
+  for name, items in (('taken', taken), ('fresh', fresh), ('mismatched', mismatched), ('not used', unused)):
+    log.info('init_from %s: %d %s%s', source, len(items), name, ': ' + ', '.join(items) if items else '')
+  if not taken:
+    raise CheckpointError(f'init_from = {source}: none of its {len(there)} arrays fits; mismatched: {mismatched[:3]}')
+  return jax.tree.unflatten(jax.tree.structure(params), out)
+
+
+def _slice(array, dtype, index):
+  return np.asarray(array[index], dtype)
+
+
+def _run_weights(source):
+  path, colon, which = source.rpartition(':')
+  if not colon or os.sep in which:
+    path, which = source, 'latest'
+  if not os.path.isdir(path):
+    raise CheckpointError(f'init_from = {source}: no such folder{_nearby(path)}')
+  checkpoints = Checkpoints(path)
+  step = checkpoints.find(which)
+  name = 'ema' if os.path.isdir(os.path.join(checkpoints.path(step), 'ema')) else 'params'
+  folder = os.path.join(checkpoints.path(step), name)
+  reader = ocp.PyTreeCheckpointer()
+  shape = reader.metadata(folder).item_metadata.tree
+  args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shape)
+  return dict(paths(reader.restore(folder, restore_args=args)))
+
+
+def _safetensors(source):
+  from safetensors import SafetensorError
+  from safetensors.numpy import load_file
+  if not os.path.isfile(source):
+    raise CheckpointError(f'init_from = {source}: no such file{_nearby(source)}')
+  try:
+    return load_file(source)
+  except SafetensorError as e:
+    raise CheckpointError(f'init_from = {source}: not a safetensors file: {e}') from None
+
+
+def _nearby(path):
+  import difflib
+  folder = os.path.dirname(os.path.abspath(path))
+  near = difflib.get_close_matches(os.path.basename(path), os.listdir(folder)) if os.path.isdir(folder) else []
+  return f'; did you mean {", ".join(os.path.join(os.path.dirname(path), n) for n in near)}?' if near else ''

@@ -1,0 +1,180 @@
+"""CLU's door: what a run writes while it runs.
+
+  metrics.jsonl   one row a logged step or evaluation; a pure function of config, seed and step
+  timings.jsonl   speed of the same steps; differs from run to run
+  tensorboard/    scalars, pictures, hyper-parameters, the parameter table
+  pictures/       the same pictures as PNG files
+  config.json  parameters.txt
+A resumed run first cuts all of them back to its checkpoint, so that no step is there twice.
+"""
+
+import glob
+import json
+import logging
+import math
+import os
+import sys
+import time
+from typing import Any, Mapping
+
+import jax
+import numpy as np
+
+from lab.config import flatten
+
+log = logging.getLogger('lab')
+
+
+class Log:
+  """The log of one run. Only the first process writes; a picture or TensorBoard that fails is a warning, not the end."""
+
+  def __init__(self, workdir: str, config, step: int):
+    self.workdir, self.config, self.main = workdir, config, jax.process_index() == 0
+    self.first, self.began, self.mark = step, time.monotonic(), (step, time.monotonic())
+    self.waited = self.aside = 0.0       # seconds since the mark: waiting for data; evaluating and saving
+    if not self.main:
+      return
+    cut(workdir, step)
+    from clu import metric_writers
+    self.board = metric_writers.SummaryWriter(os.path.join(workdir, 'tensorboard'))
+    self.files = {n: open(os.path.join(workdir, n), 'a', encoding='utf-8') for n in ('metrics.jsonl', 'timings.jsonl')}
+    write_atomically(os.path.join(workdir, 'config.json'), json.dumps(json.loads(config.to_json()), indent=2) + '\n')
+
+  def describe(self, params: Any) -> None:
+    """Writes the hyper-parameters and the parameter table, once a run."""
+    if not self.main:
+      return
+    from clu import parameter_overview
+    table = parameter_overview.get_parameter_overview(params, include_stats='sharding')
+    write_atomically(os.path.join(self.workdir, 'parameters.txt'), table + '\n')
+    log.info('%s parameters; table in %s', f'{parameter_overview.count_parameters(params):,}',
+             os.path.join(self.workdir, 'parameters.txt'))
+    if self.first == 0:
+      self._board('write_hparams', {k: str(v) if isinstance(v, tuple) else v for k, v in flatten(self.config).items()})
+      self._board('write_texts', 0, {'parameters': '```\n' + table + '\n```'})
+
+  def row(self, step: int, split: str, scalars: Mapping[str, float]) -> None:
+    """Adds a row to metrics.jsonl and TensorBoard. Values that are not finite are written as null."""
+    if not self.main:
+      return
+    clean = {k: (float(v) if math.isfinite(v) else None) for k, v in scalars.items()}
+    self._line('metrics.jsonl', {'step': step, 'split': split, **clean})
+    self._board('write_scalars', step, {f'{split}/{k}': float(v) for k, v in scalars.items()})
+
+  def progress(self, step: int, scalars: Mapping[str, float], batch_size: int) -> None:
+    """Prints the progress line, with the time to the end, and adds a row to timings.jsonl."""
+    now = time.monotonic()
+    steps, seconds = step - self.mark[0], max(now - self.mark[1] - self.aside, 1e-9)
+    total = self.config.total_steps
+    left = (now - self.began) / max(step - self.first, 1) * (total - step)
+    speed = {'items_per_s': steps * batch_size / seconds, 'step_ms': 1e3 * seconds / max(steps, 1),
+             'data_wait_share': min(self.waited / seconds, 1.0), 'seconds': now - self.began}
+    if self.main:
+      self._line('timings.jsonl', {'step': step, **speed})
+      self._board('write_scalars', step, {f'speed/{k}': v for k, v in speed.items()})
+    say(f'step {step}/{total} ({step / total:.0%})  loss {scalars.get("loss", math.nan):.4g}  rate '
+        f'{scalars.get("learning_rate", math.nan):.3g}  {speed["items_per_s"]:.3g} items/s  data wait '
+        f'{speed["data_wait_share"]:.0%}  ETA {duration(left)}')
+    self.mark, self.waited, self.aside = (step, now), 0.0, 0.0
+
+  def pictures(self, step: int, images: Mapping[str, np.ndarray]) -> None:
+    """Writes u8[H, W, 3] images to TensorBoard and as PNG files."""
+    if not self.main or not images:
+      return
+    try:
+      write_pictures(os.path.join(self.workdir, 'pictures'), images, f'{step:07d}_')
+    except OSError as e:
+      log.warning('pictures of step %d were not written: %s', step, e)
+    self._board('write_images', step, {name: image[None] for name, image in images.items()})
+
+  def flush(self) -> None:
+    """Everything logged so far is on disk when this returns; a checkpoint is only written after it."""
+    if not self.main:
+      return
+    for f in self.files.values():
+      f.flush()
+      os.fsync(f.fileno())
+    self._board('flush')
+
+  def _line(self, name, row):
+    self.files[name].write(json.dumps(row) + '\n')
+    self.files[name].flush()
+
+  def _board(self, method, *args):
+    try:
+      getattr(self.board, method)(*args)
+    except Exception as e:  # a full log disk must not end training
+      log.warning('TensorBoard: %s failed: %s', method, str(e).split('\n')[0])
+
+
+def say(text: str) -> None:
+  """One line for the person at the console, from the first process."""
+  if jax.process_index() == 0:
+    print(text, file=sys.stderr, flush=True)
+
+
+def duration(seconds: float) -> str:
+  """3700.0 -> '1h01m'."""
+  s = int(round(seconds))
+  return f'{s // 3600}h{s % 3600 // 60:02d}m' if s >= 3600 else f'{s // 60}m{s % 60:02d}s' if s >= 60 else f'{s}s'
+
+
+def write_atomically(path: str, text: str) -> None:
+  """Writes a text file so that its name never shows half of it."""
+  with open(path + '.new', 'w', encoding='utf-8') as f:
+    f.write(text)
+  os.replace(path + '.new', path)
+
+
+def write_pictures(folder: str, images: Mapping[str, np.ndarray], prefix: str = '') -> None:
+  """Writes u8[H, W, 3] images as folder/<prefix><name>.png."""
+  from PIL import Image
+  os.makedirs(folder, exist_ok=True)
+  for name, image in images.items():
+    Image.fromarray(image).save(os.path.join(folder, f'{prefix}{name}.png'))
+
+
+def rows(workdir: str) -> list[dict[str, Any]]:
+  """The rows of metrics.jsonl; a last line that a kill cut off is left out."""
+  path = os.path.join(workdir, 'metrics.jsonl')
+  if not os.path.exists(path):
+    return []
+  with open(path, encoding='utf-8') as f:
+    return [json.loads(line) for line in f if line.endswith('\n')]
+
+
+def cut(workdir: str, step: int) -> None:
+  """Removes what a run logged after `step`, before it logs those steps again."""
+  for name in ('metrics.jsonl', 'timings.jsonl'):
+    path = os.path.join(workdir, name)
+    if os.path.exists(path):
+      with open(path, encoding='utf-8') as f:
+        kept = [line for line in f if line.endswith('\n') and json.loads(line)['step'] <= step]
+      write_atomically(path, ''.join(kept))
+  for path in glob.glob(os.path.join(glob.escape(workdir), 'pictures', '*.png')):
+    if int(os.path.basename(path).split('_')[0]) > step:
+      os.remove(path)
+  for path in sorted(glob.glob(os.path.join(glob.escape(workdir), 'tensorboard', 'events.*'))):
+    _cut_events(path, step)
+
+
+def _cut_events(path, step):
+  """Rewrites an event file without the events after `step`; a torn last event goes too."""
+  from tensorboard.backend.event_processing import event_file_loader
+  from tensorboard.compat.proto import event_pb2
+  from tensorboard.summary.writer import record_writer
+  events = []
+  try:
+    for raw in event_file_loader.RawEventFileLoader(path).Load():
+      events.append(raw)
+  except Exception as e:
+    log.warning('%s: %s; its readable events are kept', path, str(e).split('\n')[0])
+  kept = [raw for raw in events if event_pb2.Event.FromString(raw).step <= step]
+  if len(kept) == len(events):
+    return
+  with open(path + '.new', 'wb') as f:
+    writer = record_writer.RecordWriter(f)
+    for raw in kept:
+      writer.write(raw)
+    writer.flush()
+  os.replace(path + '.new', path)

@@ -1,0 +1,116 @@
+"""python -m lab.main --config=configs/pose.py --workdir=runs/pose [--mode=train|eval|predict] [--config.KEY=VALUE ...]
+
+Exit codes: 0 done; 2 configuration; 3 data; 4 numbers that are not finite; 5 checkpoint; 6 memory or disk;
+7 distributed; 75 preempted: start the same command again.
+"""
+
+import logging
+import os
+import sys
+
+from absl import flags
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string('config', '', 'recipe: configs/NAME.py[:variant]; --config.KEY=VALUE changes one of its keys')
+flags.DEFINE_string('workdir', '', 'folder of the run: checkpoints, logs, pictures')
+flags.DEFINE_enum('mode', 'train', ['train', 'eval', 'predict'], 'what to do')
+flags.DEFINE_string('step', 'latest', 'eval and predict: latest, best or the number of a checkpoint')
+flags.DEFINE_string('input', '', 'predict: a file, a folder or a camera number')
+flags.DEFINE_string('output', '', 'predict: folder for the results; WORKDIR/predictions if empty')
+flags.DEFINE_bool('distributed', False, 'find the other processes as the platform tells (Cloud TPU, Slurm, ...)')
+
+
+def main(argv: list[str]) -> int:
+  """Runs one command and returns its exit code; every expected failure is one message."""
+  logging.basicConfig(format='%(levelname).1s %(message)s', level=logging.WARNING)
+  for ours in ('lab', 'data_pipelines'):
+    logging.getLogger(ours).setLevel(logging.INFO)
+  try:
+    return run(argv)
+  except KeyboardInterrupt:
+    return 130
+  except Exception as e:
+    code = _exit_code(e)
+    if code is None:
+      raise
+    print(f'{"stopped" if code == 75 else "error"}: {e}', file=sys.stderr, flush=True)
+    return code
+
+
+def run(argv: list[str]) -> int:
+  """As main, but failures are raised."""
+  from lab import config as configs
+  from lab.task import ConfigError, load
+  argv, name = _config_name(argv)
+  if not name:
+    raise ConfigError('--config is missing, such as --config=configs/pose.py')
+  config = configs.read(name)
+  argv = configs.override(config, argv)
+  try:
+    rest = FLAGS(argv)
+  except flags.Error as e:
+    raise ConfigError(str(e)) from None
+  if rest[1:]:
+    raise ConfigError(f'unknown argument {rest[1]!r}')
+  if not FLAGS.workdir:
+    raise ConfigError('--workdir is missing, such as --workdir=runs/pose')
+  if FLAGS.mode == 'predict' and not FLAGS.input:
+    raise ConfigError('--mode=predict needs --input: a file, a folder or a camera number')
+  from lab import train
+  train.check(config)
+  task = load(config)
+  config.lock()
+  return _run(task, config)
+
+
+def _run(task, config) -> int:
+  from lab import checkpoint, evaluate, mesh, predict, train
+  if FLAGS.mode != 'train' and not os.path.isdir(FLAGS.workdir):
+    raise checkpoint.CheckpointError(f'--workdir={FLAGS.workdir}: no such folder; train first, or correct it')
+  _compilation_cache()
+  mesh.start(config.platform, FLAGS.distributed)
+  if FLAGS.mode == 'eval':
+    evaluate.run(task, config, FLAGS.workdir, FLAGS.step)
+  elif FLAGS.mode == 'predict':
+    predict.run(task, config, FLAGS.workdir, FLAGS.step, FLAGS.input,
+                FLAGS.output or os.path.join(FLAGS.workdir, 'predictions'))
+  else:
+    with checkpoint.claim(FLAGS.workdir):
+      train.run(task, config, FLAGS.workdir)
+  return 0
+
+
+def _config_name(argv):
+  """Takes --config=NAME or --config NAME out of argv: the overrides can't be read before the recipe is."""
+  rest, name, args = [], '', iter(argv)
+  for arg in args:
+    key, equals, value = arg.lstrip('-').partition('=')
+    if arg.startswith('-') and key == 'config':
+      name = value if equals else next(args, '')
+    else:
+      rest.append(arg)
+  return rest, name
+
+
+def _compilation_cache():
+  """Compiled programs are kept for the next start, unless the environment says where or jax is told otherwise."""
+  import jax
+  if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
+    home = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
+    jax.config.update('jax_compilation_cache_dir', os.path.join(home, 'lab', 'jax'))
+
+
+def _exit_code(error) -> int | None:
+  """The exit code that an exception asks for; None for a defect of the lab, which shows its trace."""
+  if getattr(error, 'exit_code', None) is not None:
+    return error.exit_code
+  text = str(error)
+  if isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in text or 'Out of memory' in text:
+    print('error: the device is out of memory. What helps most: a smaller config.input.batch_size, a larger '
+          'config.mesh.fsdp, recomputation (config.model.remat=True)', file=sys.stderr)
+    return 6
+  return None
+
+
+if __name__ == '__main__':
+  sys.exit(main(sys.argv))

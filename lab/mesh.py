@@ -1,0 +1,144 @@
+"""Devices and processes: the mesh, who owns which rows of a batch, and what processes tell each other."""
+
+import json
+import logging
+import os
+import signal
+from typing import Any, Iterable, Mapping
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+from lab.task import ConfigError
+
+AXES = ('data', 'fsdp', 'tensor')
+BATCH = P(('data', 'fsdp'))          # a batch is split over the first two axes
+log = logging.getLogger('lab')
+
+
+class DistributedError(Exception):
+  """Processes that did not find each other or no longer agree."""
+  exit_code = 7
+
+
+class Preempted(Exception):
+  """The run was asked to stop and has saved: the same command continues it."""
+  exit_code = 75
+
+
+_stop = {'signals': 0}
+
+
+def listen(alone: bool) -> None:
+  """Takes SIGTERM and SIGINT as wishes to stop after the next step. A second SIGINT stops at once.
+
+  Of several processes (not `alone`) JAX's own handler of SIGTERM tells all the others.
+  """
+  def note(number, frame):
+    del frame
+    _stop['signals'] += 1
+    if number == signal.SIGINT and _stop['signals'] > 1:
+      raise KeyboardInterrupt
+  for number in (signal.SIGTERM, signal.SIGINT) if alone else ():
+    signal.signal(number, note)
+
+
+def preempted(step: int) -> bool:
+  """Whether to stop after this step; every process gets the same answer at the same step."""
+  if jax.process_count() == 1:
+    return _stop['signals'] > 0
+  from jax.experimental import multihost_utils
+  return multihost_utils.reached_preemption_sync_point(step)
+
+
+def start(platform: str, distributed: bool = False) -> None:
+  """Joins the other processes, if there are any, and checks that the wanted platform is there.
+
+  Processes are found by JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or, with `distributed`,
+  by JAX itself (Cloud TPU, Slurm, ...). Raises ConfigError for a missing platform, DistributedError for processes.
+  """
+  if platform == 'cpu':
+    jax.config.update('jax_platforms', 'cpu')
+  address = os.environ.get('JAX_COORDINATOR_ADDRESS')
+  listen(alone=not (address or distributed))
+  if address or distributed:
+    known = {'coordinator_address': address, 'num_processes': int(os.environ['JAX_NUM_PROCESSES']),
+             'process_id': int(os.environ['JAX_PROCESS_ID'])} if address else {}
+    try:
+      jax.distributed.initialize(**known)
+    except (RuntimeError, ValueError) as e:
+      raise DistributedError(f'the processes did not find each other: {e}') from e
+  try:
+    found = jax.devices()[0].platform
+  except RuntimeError as e:
+    raise ConfigError(f'no device can be used: {e}. Is another process holding it?') from e
+  if platform and platform != found:
+    raise ConfigError(f'config.platform = {platform!r}, but JAX sees only {sorted({str(d) for d in jax.devices()})}. '
+                      f'Likely causes: the driver or the {"cuda" if platform == "gpu" else platform} extra is not '
+                      'installed, another process holds the device, JAX_PLATFORMS hides it, or a stale lock file '
+                      '(/tmp/libtpu_lockfile)')
+  if jax.process_index() == 0:
+    log.info('running on %s: %d x %s, %d process(es)', found.upper(), jax.device_count(),
+             jax.devices()[0].device_kind, jax.process_count())
+    if found == 'cpu' and not platform and os.path.exists('/dev/nvidia0'):
+      log.warning('this machine has a GPU that JAX does not use; install the cuda extra')
+
+
+def make(config: Mapping[str, int], devices: list | None = None) -> Mesh:
+  """config.mesh -> a mesh with axes data, fsdp, tensor over all devices. Raises ConfigError if it doesn't fit them."""
+  devices = jax.devices() if devices is None else devices
+  sizes = [config[a] for a in AXES]
+  if sizes.count(-1) > 1 or any(s < 1 and s != -1 for s in sizes):
+    raise ConfigError(f'config.mesh = {dict(config)}: sizes are positive, and at most one is -1')
+  known = int(np.prod([s for s in sizes if s != -1]))
+  sizes = [len(devices) // known if s == -1 else s for s in sizes]
+  if int(np.prod(sizes)) != len(devices):
+    raise ConfigError(f'config.mesh = {dict(config)} needs a multiple of {known} devices, there are {len(devices)}')
+  return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def rows(mesh: Mesh, batch_size: int, key: str = 'input.batch_size') -> tuple[int, int]:
+  """First and last + 1 row of a global batch that this process feeds. Raises ConfigError if it can't be split."""
+  parts = mesh.shape['data'] * mesh.shape['fsdp']
+  if batch_size % parts:
+    raise ConfigError(f'config.{key} = {batch_size} is not a multiple of data x fsdp = {parts} devices')
+  spans = NamedSharding(mesh, BATCH).addressable_devices_indices_map((batch_size,)).values()
+  starts = {s[0].start or 0 for s in spans}
+  return min(starts), max(starts) + batch_size // parts
+
+
+def padded(mesh: Mesh, batch_size: int) -> int:
+  """The smallest batch of at least this size that the mesh can split."""
+  parts = mesh.shape['data'] * mesh.shape['fsdp']
+  return -(-batch_size // parts) * parts
+
+
+def place(mesh: Mesh, batch: Mapping[str, np.ndarray], batch_size: int) -> dict[str, jax.Array]:
+  """This process's rows [rows, ...] -> global arrays [batch_size, ...], split over data and fsdp."""
+  sharding = NamedSharding(mesh, BATCH)
+  return {k: jax.make_array_from_process_local_data(sharding, v, (batch_size, *v.shape[1:])) for k, v in batch.items()}
+
+
+def local(tree: Any) -> Any:
+  """Global arrays [B, ...] split by batch -> this process's rows, as NumPy arrays."""
+  def rows_of(x):
+    if x.is_fully_addressable:
+      return np.asarray(x)
+    shards = {s.index[0].start or 0: s.data for s in x.addressable_shards}
+    return np.concatenate([np.asarray(shards[k]) for k in sorted(shards)])
+  return jax.tree.map(rows_of, tree)
+
+
+def gather(items: Iterable[Any]) -> list[Any]:
+  """JSON-able items of all processes, in process order, on every process."""
+  items = list(items)
+  if jax.process_count() == 1:
+    return items
+  from jax.experimental import multihost_utils
+  data = np.frombuffer(json.dumps(items).encode(), np.uint8)
+  sizes = multihost_utils.process_allgather(np.array([data.size]))
+  sent = np.zeros(int(sizes.max()), np.uint8)
+  sent[:data.size] = data
+  every = multihost_utils.process_allgather(sent)
+  return [item for got, size in zip(every, sizes.ravel()) for item in json.loads(got[:int(size)].tobytes())]

@@ -12,6 +12,7 @@ resumes at any step without reading a skipped byte, and any number of processes 
 """
 
 import glob
+import hashlib
 import logging
 import os
 import struct
@@ -21,6 +22,7 @@ import numpy as np
 
 from data_pipelines import DataError, TooLarge
 
+log = logging.getLogger('data_pipelines')
 Example = Mapping[str, Any]    # leaves of fixed shape, once augmented
 
 
@@ -38,8 +40,16 @@ class Index(NamedTuple):
   offset: np.ndarray
 
 
+class Spec(NamedTuple):
+  """Shape and NumPy type of an array."""
+  shape: tuple[int, ...]
+  dtype: Any
+
+
 def tensorflow():
   """TensorFlow, kept off the accelerators; imported late, for it costs seconds."""
+  os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+  os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')     # else every start prints a notice about it
   import tensorflow as tf
   tf.config.set_visible_devices([], 'GPU')
   return tf
@@ -96,6 +106,13 @@ def scan(source: Source) -> Index:
   return Index(np.array(file, np.int32), np.array(offset, np.int64))
 
 
+def fingerprint(source: Source) -> str:
+  """A short hash of a split's shard names, sizes and record count: equal for equal data sets."""
+  tf = tensorflow()
+  text = [(os.path.basename(p), tf.io.gfile.stat(p).length) for p in source.read]
+  return hashlib.sha256(repr((text, source.size)).encode()).hexdigest()[:16]
+
+
 def place(source: Source, index: Index, record: int) -> str:
   """The name of a record for a message: shard#record, counted within the shard."""
   f = index.file[record]
@@ -118,7 +135,7 @@ def _shuffled(tf, n, seed, size):
 
 
 class Batches:
-  """Batches of one split as NumPy arrays, with 'mask' f32[rows] and 'record' i64[rows] added.
+  """Batches of one split as NumPy arrays, with 'mask' f32[rows] and 'record' i32[rows] added.
 
   Training (`train=True`): endless, from `start` on, in the order of (seed, epoch). Evaluation: every record once,
   in order; the last batch is filled up with record 0 under mask 0.
@@ -135,6 +152,20 @@ class Batches:
     self.index = scan(source)
     self.bad: list[int] = []
     self._cached = _cache(source, self.index) if config.cache else None
+
+  def spec(self, rows: int) -> dict[str, 'Spec']:
+    """name -> shape and type of a batch of `rows`; reads no record."""
+    tf = tensorflow()
+    saved, self._cached = self._cached, None
+    try:
+      element = self._dataset(tf).element_spec
+    finally:
+      self._cached = saved
+    return {k: Spec((rows, *v.shape[1:]), v.dtype.as_numpy_dtype) for k, v in element.items()}
+
+  def names(self, step: int) -> list[str]:
+    """Where the records of the global training batch at `step` lie, for a message."""
+    return [place(self.source, self.index, r) for r in records_at(self.source, self.seed, step, self.batch_size)]
 
   @property
   def steps(self) -> int:
@@ -160,7 +191,9 @@ class Batches:
     if (lo, hi) != (0, self.batch_size):
       numbers = numbers.filter(lambda n: (n % self.batch_size >= lo) & (n % self.batch_size < hi))
     threads = self.config.threads or os.cpu_count()
-    ds = self._bytes(tf, numbers.map(self._pick)).map(self._example, num_parallel_calls=threads, deterministic=True)
+    plain = tf.autograph.experimental.do_not_convert     # TensorFlow ops as they stand, no Python rewritten
+    ds = self._bytes(tf, numbers.map(plain(self._pick)))
+    ds = ds.map(plain(self._example), num_parallel_calls=threads, deterministic=True)
     ds = ds.batch(hi - lo, drop_remainder=True).prefetch(self.config.prefetch)
     options = tf.data.Options()
     options.deterministic = True
@@ -190,13 +223,13 @@ class Batches:
           buffer_size=tf.constant(1 << 18, tf.int64), byte_offsets=tf.gather(offset, r)[None])
       one = tf.data.experimental.from_variant(variant, tf.TensorSpec([], tf.string)).take(1)
       return one.map(lambda serialized: (n, r, m, serialized))
-    return picked.interleave(read, cycle_length=8, block_length=1, deterministic=True)
+    return picked.interleave(read, cycle_length=8, block_length=1, num_parallel_calls=2, deterministic=True)
 
   def _example(self, n, record, mask, serialized):
     tf = tensorflow()
     seed = tf.stack([tf.constant(self.seed, tf.int64), n])
     example = self.source.augment(self.source.decode(serialized), seed)
-    return {**example, 'mask': mask, 'record': record}
+    return {**example, 'mask': mask, 'record': tf.cast(record, tf.int32)}
 
   def _isolate(self, tf, error):
     """Finds the bad records of the batch at self.step by trying each alone; raises if there are too many."""
@@ -206,7 +239,7 @@ class Batches:
     for record in sorted({int(r) for r in wanted} - set(self.bad)):
       alone = tf.data.Dataset.from_tensors((np.int64(record), np.int64(record), np.float32(1)))
       try:
-        for _ in self._bytes(tf, alone).map(self._example):
+        for _ in self._bytes(tf, alone).map(tf.autograph.experimental.do_not_convert(self._example)):
           pass
       except tf.errors.OpError as e:
         found[record] = _reason(e)
@@ -219,7 +252,7 @@ class Batches:
       raise DataError(f'bad record at step {self.step}: {names}. {len(self.bad)} bad of {self.source.size}, '
                       f'config.input.bad_limit = {self.config.bad_limit}. Run `python -m data_pipelines.prepare verify` '
                       'on its folder, or raise the limit to leave bad records out') from None
-    logging.getLogger('absl').warning('bad record left out (%d so far): %s', len(self.bad), names)
+    log.warning('bad record left out (%d so far): %s', len(self.bad), names)
 
 
 def _reason(error) -> str:
@@ -239,7 +272,7 @@ def _cache(source: Source, index: Index):
   try:
     return tf.data.TFRecordDataset(list(source.read)).batch(source.size).get_single_element()
   except tf.errors.DataLossError as e:
-    logging.getLogger('absl').warning('%s: %s; records are read one by one instead of from RAM',
+    log.warning('%s: %s; records are read one by one instead of from RAM',
                                       os.path.dirname(source.read[0]), _reason(e))
     return None
 

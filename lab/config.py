@@ -31,7 +31,7 @@ def core() -> ConfigDict:
       },
       'optim': {
           'name': 'adamw',         # adamw or sgd
-          'rate': 1e-3,            # peak learning rate
+          'learning_rate': 1e-3,   # peak
           'schedule': 'cosine',    # cosine (to 0 at total_steps) or constant, both after the warm-up
           'warmup_steps': 0,       # linear from 0
           'decay': 1e-4,           # decoupled weight decay, on arrays with ndim >= 2

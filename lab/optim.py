@@ -33,7 +33,7 @@ def check(config) -> None:
   for key, top in (('beta1', 1), ('beta2', 1), ('ema', 1)):
     if not 0 <= o[key] < top:
       raise ConfigError(f'config.optim.{key} = {o[key]}: expected at least 0 and less than 1')
-  for key in ('rate', 'decay', 'clip', 'eps', 'max_nonfinite'):
+  for key in ('learning_rate', 'decay', 'clip', 'eps', 'max_nonfinite'):
     if o[key] < 0:
       raise ConfigError(f'config.optim.{key} = {o[key]}: expected 0 or more')
 
@@ -62,7 +62,7 @@ def rate(config, total_steps: int) -> Callable[[Step], jax.Array]:
     update = jnp.asarray(step, jnp.float32) + 1
     warm = jnp.minimum(update / max(config.warmup_steps, 1), 1)
     share = jnp.clip((update - config.warmup_steps) / max(total_steps - config.warmup_steps, 1), 0, 1)
-    return config.rate * warm * SCHEDULES[config.schedule](share)
+    return config.learning_rate * warm * SCHEDULES[config.schedule](share)
   return at
 
 

@@ -1,0 +1,221 @@
+"""COCO person keypoints: raw files -> TFRecord -> examples for multi-person pose.
+
+A record holds one upright picture as RGB JPEG, everybody's joints, boxes, areas, crowd flags and ids as COCO gives
+them, and `ignore`: a 1-bit PNG of the people without joints, crowds included.
+
+'train' keeps the pictures where somebody has joints. 'val' keeps every picture, for COCO's score counts what is found
+on the empty ones too.
+"""
+
+import functools
+import hashlib
+import io
+import os
+
+import numpy as np
+
+from data_pipelines import DataError, coco_raw, pictures, prepared, warp
+from data_pipelines.pipeline import Source, tensorflow
+
+NAME, VERSION = 'coco_pose', '1.0.0'
+SAMPLE = os.path.join(os.path.dirname(__file__), 'samples', 'pose')
+PEOPLE = {                   # field -> shape and dtype of a person's row in a record
+    'keypoints': ((17, 3), 'float32'), 'boxes': ((4,), 'float32'), 'areas': ((), 'float32'), 'crowd': ((), 'int64'),
+    'num': ((), 'int64'), 'ann_id': ((), 'int64')}
+
+
+@functools.cache
+def builder():
+  """The TFDS builder class; made when it is first needed, for TFDS takes seconds to import."""
+  import tensorflow_datasets as tfds
+
+  class CocoPose(tfds.core.GeneratorBasedBuilder):
+    """Person keypoints in COCO's format."""
+    VERSION = tfds.core.Version('1.0.0')
+    name = NAME
+
+    def __init__(self, *, splits=None, **kwargs):
+      self.splits = splits or {}
+      super().__init__(**kwargs)
+
+    def _info(self):
+      rows = {k: tfds.features.Tensor(shape=(None, *shape), dtype=np.dtype(dtype)) for k, (shape, dtype) in PEOPLE.items()}
+      return tfds.core.DatasetInfo(builder=self, description='COCO person keypoints', features=tfds.features.FeaturesDict({
+          'image': tfds.features.Image(shape=(None, None, 3), encoding_format='jpeg'),
+          'ignore': tfds.features.Image(shape=(None, None, 1), encoding_format='png'),
+          'image_id': tfds.features.Scalar(np.int64), 'size': tfds.features.Tensor(shape=(2,), dtype=np.int64), **rows}))
+
+    def _split_generators(self, dl_manager):
+      return {split: self._generate_examples(split) for split in self.splits}
+
+    def _generate_examples(self, split):
+      return self.splits[split]()
+  return CocoPose
+
+
+def prepare(raw_dir: str, out_dir: str, *, shards: int = 64) -> tuple[str, dict]:
+  """Writes the records of a raw COCO folder. Returns the prepared folder and the report. Raises DataError."""
+  if shards < 1:
+    raise DataError(f'--shards={shards}: at least one')
+  found, report = coco_raw.read(raw_dir), coco_raw.Report()
+  kept, most = {}, {}
+  for split, images in found.items():
+    keep = [split != 'train' or any(a['num_keypoints'] for a in i.people) for i in images]
+    for image, k in zip(images, keep):
+      report.add(split, image, k)
+    kept[split] = [i for i, k in zip(images, keep) if k]
+    if not kept[split]:
+      raise DataError(f'{raw_dir}: no picture for the split {split!r}')
+    most[split] = {'people_max': max(len(i.people) for i in kept[split])}
+  options = {'annotations': {s: prepared.sha256(p) for s, (p, _) in coco_raw.files(raw_dir).items()}, 'shards': shards}
+  folder = prepared.write(
+      builder(), out_dir, {s: functools.partial(_records, s, images) for s, images in kept.items()}, dataset='coco',
+      options=options, shards=shards, describe=lambda: (most, report.summary()))
+  return folder, report.summary()
+
+
+def _records(split: str, images: list[coco_raw.Picture]):
+  for image in prepared.progress(images, split, len(images)):
+    yield image.id, record(image)
+
+
+def record(image: coco_raw.Picture) -> dict:
+  """The fields of a picture's record. Raises DataError naming the file."""
+  data, height, width = pictures.jpeg(image.path)
+  if (height, width) != (image.height, image.width):
+    raise DataError(f'{image.path}: {width} x {height} pixels when upright, the annotations say {image.width} x '
+                    f'{image.height}; joints would land elsewhere')
+  p = len(image.people)
+  take = lambda key, shape, dtype: np.array([a[key] for a in image.people], dtype).reshape(p, *shape)
+  source = {'boxes': 'bbox', 'areas': 'area', 'crowd': 'iscrowd', 'num': 'num_keypoints', 'ann_id': 'id'}
+  rows = {k: take(source.get(k, k), shape, dtype) for k, (shape, dtype) in PEOPLE.items()}
+  return {'image': data, 'ignore': _png(coco_raw.unlabelled(image)), 'image_id': image.id,
+          'size': np.array([height, width], np.int64), **rows}
+
+
+def _png(mask: np.ndarray) -> bytes:
+  from PIL import Image
+  out = io.BytesIO()
+  Image.fromarray(mask).save(out, 'PNG')       # bool becomes mode '1', one bit a pixel
+  return out.getvalue()
+
+
+def parse(serialized) -> dict:
+  """A record, string[] -> its fields; pictures still encoded, one row a person."""
+  tf = tensorflow()
+  rows = {k: tf.io.FixedLenSequenceFeature(shape, getattr(tf, dtype), allow_missing=True)
+          for k, (shape, dtype) in PEOPLE.items()}
+  return tf.io.parse_single_example(serialized, {
+      'image': tf.io.FixedLenFeature([], tf.string), 'ignore': tf.io.FixedLenFeature([], tf.string),
+      'image_id': tf.io.FixedLenFeature([], tf.int64), 'size': tf.io.FixedLenFeature([2], tf.int64), **rows})
+
+
+def decode(serialized) -> dict:
+  """A record, string[] -> its fields, with image u8[H, W, 3] and ignore u8[H, W, 1] (0 or 255)."""
+  tf = tensorflow()
+  fields = parse(serialized)
+  image = tf.io.decode_jpeg(fields['image'], channels=3, dct_method='INTEGER_FAST')
+  return {**fields, 'image': image, 'ignore': tf.io.decode_png(fields['ignore'], channels=1)}
+
+
+def check(serialized: bytes) -> str:
+  """What is wrong with a record; '' if nothing. For `prepare verify`."""
+  tf = tensorflow()
+  try:
+    fields = parse(serialized)
+  except tf.errors.OpError:
+    return 'not a record of this data set, or fields are missing'
+  name = f'image {int(fields["image_id"])}: '
+  wrong = pictures.problem(fields['image'].numpy())
+  if wrong:
+    return name + wrong
+  try:
+    mask = tf.io.decode_png(fields['ignore'], channels=1)
+  except tf.errors.OpError:
+    return name + 'its ignore mask is no PNG'
+  size = tuple(fields['size'].numpy())
+  shape = tuple(tf.io.extract_jpeg_shape(fields['image']).numpy()[:2])
+  if shape != size or tuple(mask.shape[:2]) != size:
+    return name + f'picture {shape}, mask {tuple(mask.shape[:2])}, stated size {size} (height, width) differ'
+  return ''
+
+
+def source(folder: str, split: str, image, augment, stride: int, people: int = 32) -> Source:
+  """A split as the pipeline reads it.
+
+  An example, with S = image.size and N = S / stride (pixel centres at whole numbers, see warp.py):
+    image      u8[S, S, 3]      RGB, letterboxed or augmented; warp.FILL outside the picture
+    keypoints  f32[people, 17, 3]  x, y in pixels of `image`, visibility 0, 1, 2; COCO's order; outside: 0, 0, 0
+    ignore     u8[N, N]         1: unlabelled people or a crowd cover over 1 % of the cell
+    person     f32[people]      1: the row is used; people with joints first, then the larger first
+    truth      f32[people, 17, 3], boxes f32[people, 4] (x, y, w, h), areas f32[people]: in original pixels, as COCO
+    crowd      f32[people], num i32[people] (labelled joints), ann_id i64[people]
+    matrix     f32[2, 3]        maps (x, y, 1) of `image` to original pixels
+    size       i32[2]           original height, width;  image_id i32[]
+
+  Args:
+    folder: a prepared folder, or 'sample': the photographs that ship with the lab, prepared once into the user's cache.
+    split: 'train' or 'val'.
+    image: a configuration's `image` section (size).
+    augment: its `augment` section; None: the letterbox without chance, for evaluation.
+    stride: pixels a label cell.
+    people: rows; in training the last ones are dropped where a picture has more, in evaluation that is an error.
+
+  Raises:
+    DataError: not prepared, no such split, or more people in an evaluated picture than rows.
+  """
+  if image.size % stride:
+    raise ValueError(f'image.size {image.size} is no multiple of the stride {stride}')
+  path = sample() if folder == 'sample' else prepared.find(folder, NAME, VERSION)
+  if path is None:
+    raise DataError(f'{folder}: no prepared data set there. Prepare it with `python -m data_pipelines.prepare coco '
+                    f'--raw_dir=COCO_FOLDER --out_dir={folder}`')
+  found = prepared.manifest(path)
+  if split not in found['splits']:
+    raise DataError(f'{path}: no split {split!r}; there are {", ".join(sorted(found["splits"]))}')
+  entry = found['splits'][split]
+  most = entry['facts']['people_max']
+  if augment is None and most > people:
+    raise DataError(f'{path}: a picture of {split!r} has {most} people, and evaluation may drop none: '
+                    f'set people >= {most} (now {people})')
+  shards = tuple(os.path.join(path, name) for name in sorted(entry['shards']))
+  return Source(shards, decode, functools.partial(_example, image.size, stride, people, augment), entry['records'])
+
+
+def _example(size: int, stride: int, people: int, augment, fields: dict, seed) -> dict:
+  """A decoded record and seed i64[2] -> the example that `source` describes."""
+  tf = tensorflow()
+  moved = augment is not None
+  drawn = warp.draw(seed, augment) if moved else warp.Draw()
+  where = warp.place(fields['size'][0], fields['size'][1], size, drawn)
+  image = warp.picture(fields['image'], where, size, moved=moved)
+  if moved:
+    image = warp.colour(image, drawn)
+  rows = {k: _padded(tf, fields[k], people) for k in PEOPLE}
+  used = tf.minimum(tf.shape(fields['num'])[0], people)
+  f32, i32 = (lambda x: tf.cast(x, tf.float32)), (lambda x: tf.cast(x, tf.int32))
+  return {
+      'image': warp.to_bytes(image), 'keypoints': warp.joints(rows['keypoints'], where, size, drawn.mirror),
+      'ignore': warp.cells(fields['ignore'], where, size, stride, moved=moved),
+      'person': f32(tf.range(people) < used), 'truth': rows['keypoints'], 'boxes': rows['boxes'],
+      'areas': rows['areas'], 'crowd': f32(rows['crowd']), 'num': i32(rows['num']), 'ann_id': rows['ann_id'],
+      'matrix': f32(where.to_original), 'size': i32(fields['size']), 'image_id': i32(fields['image_id'])}
+
+
+def _padded(tf, rows, people: int):
+  rows = rows[:people]
+  rows = tf.pad(rows, [[0, people - tf.shape(rows)[0]]] + [[0, 0]] * (rows.shape.rank - 1))
+  return tf.ensure_shape(rows, [people, *rows.shape[1:]])
+
+
+def sample() -> str:
+  """The folder of the prepared samples; made on first use, in $XDG_CACHE_HOME/lab or ~/.cache/lab."""
+  digest = hashlib.sha256(f'{NAME} {VERSION}'.encode())
+  for folder, _, names in sorted(os.walk(SAMPLE)):
+    for name in sorted(names):
+      digest.update(f'{os.path.relpath(folder, SAMPLE)}/{name}'.encode())
+      digest.update(prepared.sha256(os.path.join(folder, name)).encode())
+  cache = os.environ.get('XDG_CACHE_HOME') or os.path.join(os.path.expanduser('~'), '.cache')
+  out_dir = os.path.join(cache, 'lab', f'{NAME}-sample-{digest.hexdigest()[:16]}')
+  final = os.path.join(out_dir, NAME, VERSION)
+  return final if os.path.isdir(final) else prepare(SAMPLE, out_dir, shards=2)[0]

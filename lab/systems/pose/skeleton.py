@@ -124,4 +124,5 @@ def mirror_maps(heatmap, paf):
   count = paf.shape[-2]
   order = np.concatenate([KEYPOINT_MIRROR, np.arange(len(KEYPOINTS), heatmap.shape[-1])])
   signs = (LIMB_MIRROR_SIGN[:count, None] * np.array([1, -1])).astype(np.float32)
+  signs = signs.reshape((1,) * (paf.ndim - 2) + signs.shape)
   return heatmap[..., ::-1, order], paf[..., ::-1, LIMB_MIRROR[:count], :] * signs

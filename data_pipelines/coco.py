@@ -196,7 +196,7 @@ def _example(size: int, stride: int, people: int, augment, fields: dict, seed) -
   f32, i32 = (lambda x: tf.cast(x, tf.float32)), (lambda x: tf.cast(x, tf.int32))
   return {
       'image': warp.to_bytes(image), 'keypoints': warp.joints(rows['keypoints'], where, size, drawn.mirror),
-      'ignore': warp.cells(fields['ignore'], where, size, stride, moved=moved),
+      'ignore': warp.cells(fields['ignore'], where, size, stride),
       'person': f32(tf.range(people) < used), 'truth': rows['keypoints'], 'boxes': rows['boxes'],
       'areas': rows['areas'], 'crowd': f32(rows['crowd']), 'num': i32(rows['num']), 'ann_id': rows['ann_id'],
       'matrix': f32(where.to_original), 'size': i32(fields['size']), 'image_id': i32(fields['image_id'])}

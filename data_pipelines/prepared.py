@@ -19,6 +19,8 @@ import sys
 import time
 from typing import Any, Callable, Iterable, Iterator, Mapping
 
+import numpy as np
+
 from data_pipelines import DataError, TooLarge
 from data_pipelines.pipeline import framing, tensorflow
 
@@ -171,13 +173,16 @@ def problems(folder: str, check: Callable[[bytes], str]) -> Iterator[str]:
 def _payloads(path: str, offsets: list[int], check: Callable[[bytes], str]) -> Iterator[str]:
   """Reads records until one is broken, then goes on behind it."""
   tf = tensorflow()
+
+  def behind(offset):         # the op takes its offset only inside a function
+    variant = tf.raw_ops.TFRecordDatasetV2(filenames=[path], compression_type='', byte_offsets=offset[None],
+                                           buffer_size=tf.constant(1 << 20, tf.int64))
+    return tf.data.experimental.from_variant(variant, tf.TensorSpec([], tf.string))
   at = 0
   while at < len(offsets):
-    variant = tf.raw_ops.TFRecordDatasetV2(filenames=[path], compression_type='', buffer_size=1 << 20,
-                                           byte_offsets=tf.constant([offsets[at]], tf.int64))
-    records = tf.data.experimental.from_variant(variant, tf.TensorSpec([], tf.string)).take(len(offsets) - at)
+    records = tf.data.Dataset.from_tensors(np.int64(offsets[at])).flat_map(tf.autograph.experimental.do_not_convert(behind))
     try:
-      for serialized in records:
+      for serialized in records.take(len(offsets) - at):
         wrong = check(serialized.numpy())
         if wrong:
           yield f'{path}#{at}: {wrong}'

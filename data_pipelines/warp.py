@@ -88,32 +88,41 @@ def _times(tf, matrix, vector):
   return tf.reduce_sum(matrix * vector[None], 1)
 
 
-def picture(image, where: Placement, size: int, *, moved: bool, fill: float = FILL):
-  """Warps image u8|f32[H, W, C] to f32[size, size, C]; `moved` = False: there is nothing but the letterbox."""
+def picture(image, where: Placement, size: int, *, moved: bool):
+  """Warps image u8[H, W, 3] to f32[size, size, 3]; `moved` = False: there is nothing but the letterbox."""
   tf = tensorflow()
-  channels = image.shape[-1]
   small = tf.image.resize(image, [where.height, where.width], 'bilinear', antialias=True)
   if not moved:
     left, top = (-tf.cast(where.to_resized[i, 2], tf.int32) for i in (0, 1))
     below, right = size - top - where.height, size - left - where.width
-    square = tf.pad(small, [[top, below], [left, right], [0, 0]], constant_values=fill)
+    square = tf.pad(small, [[top, below], [left, right], [0, 0]], constant_values=float(FILL))
   else:
-    transform = tf.cast(tf.concat([tf.reshape(where.to_resized, [6]), [0.0, 0.0]], 0), tf.float32)
     square = tf.raw_ops.ImageProjectiveTransformV3(
-        images=small[None], transforms=transform[None], output_shape=[size, size], fill_value=fill,
+        images=small[None], transforms=_flat(tf, where.to_resized), output_shape=[size, size], fill_value=FILL,
         interpolation='BILINEAR', fill_mode='CONSTANT')[0]
-  return tf.ensure_shape(square, [size, size, channels])
+  return tf.ensure_shape(square, [size, size, 3])
 
 
-def cells(mask, where: Placement, size: int, stride: int, *, moved: bool):
-  """Warps a mask u8[H, W, 1] of 0 and 255 as the picture; u8[N, N], 1 where over IGNORE_SHARE of a cell is masked."""
+def cells(mask, where: Placement, size: int, stride: int):
+  """Samples a mask u8[H, W, 1] of 0 and 255 at every pixel of the square; u8[N, N], N = size / stride.
+
+  A cell is 1 where over IGNORE_SHARE of its samples are masked.
+  """
   tf = tensorflow()
   n = size // stride
 
   def share():
-    square = picture(mask, where, size, moved=moved, fill=0.0) / 255
-    return tf.cast(tf.reduce_mean(tf.reshape(square, [n, stride, n, stride]), [1, 3]) > IGNORE_SHARE, tf.uint8)
+    sampled = tf.raw_ops.ImageProjectiveTransformV3(
+        images=mask[None], transforms=_flat(tf, where.to_original), output_shape=[size, size], fill_value=0.0,
+        interpolation='NEAREST', fill_mode='CONSTANT')
+    square = tf.reshape(tf.cast(sampled > 0, tf.float32), [n, stride, n, stride])
+    return tf.cast(tf.reduce_mean(square, [1, 3]) > IGNORE_SHARE, tf.uint8)
   return tf.cond(tf.reduce_any(mask > 0), share, lambda: tf.zeros([n, n], tf.uint8))
+
+
+def _flat(tf, matrix):
+  """f64[2, 3] -> f32[1, 8], as the projective transform takes it."""
+  return tf.cast(tf.concat([tf.reshape(matrix, [1, 6]), [[0.0, 0.0]]], 1), tf.float32)
 
 
 def joints(keypoints, where: Placement, size: int, mirror):
@@ -140,7 +149,7 @@ def colour(image, drawn: Draw):
   tf = tensorflow()
   to_yiq = np.array([[0.299, 0.587, 0.114], [0.596, -0.274, -0.322], [0.211, -0.523, 0.312]])
   to_yiq[1:] -= to_yiq[1:].mean(1, keepdims=True)        # grey has no chroma, exactly
-  grey = tf.reduce_mean(tf.reduce_mean(image, [0, 1]) * np.float32(3 * to_yiq[0]))
+  grey = tf.reduce_sum(tf.reduce_mean(image[::4, ::4], [0, 1]) * np.float32(to_yiq[0]))   # of every 16th pixel
   angle = 2 * np.pi * tf.cast(drawn.hue, tf.float32)
   c, s = drawn.saturation * tf.cos(angle), drawn.saturation * tf.sin(angle)
   chroma = tf.stack([[1.0, 0.0, 0.0], [0.0, c, -s], [0.0, s, c]])

@@ -1,0 +1,112 @@
+"""Turns public raw files into prepared data sets, and checks prepared ones.
+
+  python -m data_pipelines.prepare coco --raw_dir=COCO --out_dir=OUT [--shards=64]
+  python -m data_pipelines.prepare verify FOLDER        (or --dir=FOLDER)
+
+Prints a report of what is in the data as JSON. A killed run leaves nothing half under the final name; start it again.
+Exit codes: 0 done or clean, 2 bad usage, 3 broken data, 6 no space.
+"""
+
+import glob
+import importlib
+import json
+import os
+import sys
+
+from absl import flags
+
+from data_pipelines import DataError, TooLarge, prepared
+
+# name -> module with prepare(raw_dir, out_dir, *, shards) -> (folder, report) and check(record) -> what is wrong or ''
+DATASETS = {
+    'coco': 'data_pipelines.coco',
+}
+FLAGS = flags.FlagValues()
+flags.DEFINE_string('raw_dir', '', 'Folder of the raw files.', flag_values=FLAGS)
+flags.DEFINE_string('out_dir', '', 'Folder that gets NAME/VERSION/ with the prepared data.', flag_values=FLAGS)
+flags.DEFINE_string('dir', '', 'Prepared folder to verify.', flag_values=FLAGS)
+flags.DEFINE_integer('shards', 64, 'Files a split is written to.', lower_bound=1, flag_values=FLAGS)
+flags.DEFINE_boolean('help', False, 'Print this help.', flag_values=FLAGS)
+FLAGS.set_gnu_getopt(True)
+
+
+class UsageError(Exception):
+  """A command line that can't be run; the message says what is accepted."""
+  exit_code = 2
+
+
+def verify(folder: str) -> int:
+  """Prints every broken shard, record and picture of a prepared folder, a line each; returns how many.
+
+  Raises DataError where there is no prepared folder.
+  """
+  inner = [os.path.dirname(p) for p in sorted(glob.glob(os.path.join(glob.escape(folder), '*', '*', prepared.MANIFEST)))]
+  here = os.path.exists(os.path.join(folder, prepared.MANIFEST))
+  count = 0
+  for path in [folder] if here or not inner else inner:
+    found = prepared.manifest(path)
+    module = DATASETS.get(found['dataset'])
+    if module is None:
+      raise DataError(f'{path}: made by {found["dataset"]!r}, which is none of {", ".join(DATASETS)}')
+    wrong = 0
+    for line in prepared.problems(path, importlib.import_module(module).check):
+      print(line, flush=True)
+      wrong += 1
+    records = sum(s['records'] for s in found['splits'].values())
+    print(f'{path}: {records} records, ' + (f'{wrong} problems' if wrong else 'all good'), flush=True)
+    count += wrong
+  return count
+
+
+def run(argv: list[str]) -> int:
+  """Runs a command line, program name first; returns the exit code. Raises UsageError, DataError, TooLarge."""
+  FLAGS.unparse_flags()
+  for name in FLAGS:
+    FLAGS[name].unparse()
+  try:
+    words = FLAGS(argv)[1:]
+  except flags.Error as e:
+    raise UsageError(' '.join(str(e).split())) from None
+  if FLAGS.help:
+    print(__doc__ + FLAGS.get_help())
+    return 0
+  commands = [*DATASETS, 'verify']
+  if not words or words[0] not in commands:
+    raise UsageError(f'{"unknown" if words else "no"} command{" " + words[0] if words else ""}; one of '
+                     f'{", ".join(commands)}; --help tells more')
+  if words[0] == 'verify':
+    folders = words[1:] + [FLAGS.dir] * bool(FLAGS.dir)
+    if len(folders) != 1:
+      raise UsageError('verify takes one folder')
+    return 3 if verify(folders[0]) else 0
+  if words[1:]:
+    raise UsageError(f'unexpected {words[1]!r}; folders are given as --raw_dir and --out_dir')
+  for name in ('raw_dir', 'out_dir'):
+    if not FLAGS[name].value:
+      raise UsageError(f'{words[0]} needs --{name}')
+  if not os.path.isdir(FLAGS.raw_dir):
+    raise DataError(f'--raw_dir={FLAGS.raw_dir}: no such folder')
+  folder, report = importlib.import_module(DATASETS[words[0]]).prepare(FLAGS.raw_dir, FLAGS.out_dir,
+                                                                       shards=FLAGS.shards)
+  print(json.dumps(report, indent=2))
+  print(f'{folder} is ready', file=sys.stderr)
+  return 0
+
+
+def main(argv: list[str]) -> int:
+  """`run`, with errors as one line on stderr and their exit code."""
+  try:
+    return run(argv)
+  except (UsageError, DataError, TooLarge) as e:
+    print(f'prepare: {e}', file=sys.stderr)
+    return e.exit_code
+  except OSError as e:
+    print(f'prepare: {e}', file=sys.stderr)
+    return DataError.exit_code
+  except KeyboardInterrupt:
+    print('prepare: interrupted; nothing half is left under the final name', file=sys.stderr)
+    return 130
+
+
+if __name__ == '__main__':
+  sys.exit(main(sys.argv))

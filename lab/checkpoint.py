@@ -6,6 +6,7 @@ A step exists once Orbax has renamed its folder, which is its last act: a kill a
 array, compared at each restore. Nothing in a checkpoint is code.
 """
 
+import contextlib
 import fcntl
 import functools
 import hashlib
@@ -133,6 +134,11 @@ class Checkpoints:
     for name in os.listdir(self.folder) if os.path.isdir(self.folder) else []:
       if jax.process_index() == 0 and ('.orbax-checkpoint-tmp' in name or name.startswith('removed-')):
         shutil.rmtree(os.path.join(self.folder, name), ignore_errors=True)
+
+  def close(self) -> None:
+    """Waits for the write in progress and ends the background threads; what went wrong was said before."""
+    with contextlib.suppress(Exception):
+      self.orbax.close()
 
   # saving
 

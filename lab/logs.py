@@ -96,6 +96,14 @@ class Log:
       os.fsync(f.fileno())
     self._board('flush')
 
+  def close(self) -> None:
+    """Flushes and closes the files."""
+    if self.main:
+      self.flush()
+      self._board('close')
+      for f in self.files.values():
+        f.close()
+
   def _line(self, name, row):
     self.files[name].write(json.dumps(row) + '\n')
     self.files[name].flush()

@@ -79,7 +79,7 @@ def make(config, total_steps: int) -> tuple[Optimizer, Callable[[Step], jax.Arra
     return OptState(tx.init(params), jax.tree.map(jnp.copy, params) if config.ema else {}, jnp.zeros(2, jnp.int32))
 
   def update(loss, grads, opt, params, step):
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     ok = jnp.isfinite(loss) & jnp.isfinite(norm)
     updates, inner = tx.update(grads, opt.inner, params)
     updates = jax.tree.map(lambda u: -lr(step) * u, updates)
@@ -89,7 +89,7 @@ def make(config, total_steps: int) -> tuple[Optimizer, Callable[[Step], jax.Arra
     params, inner, ema = select(ok, (moved, inner, ema), (params, opt.inner, opt.ema))
     one = jnp.float32(1)
     sums = {'learning_rate': (lr(step), one), 'gradient_norm': (norm, one),
-            'update_norm': (optax.global_norm(updates), one),
+            'update_norm': (optax.tree.norm(updates), one),
             'skipped_in_a_row': (skipped[0].astype(jnp.float32), one), 'skipped': (skipped[1].astype(jnp.float32), one)}
     return params, OptState(inner, ema, skipped), ok, sums
 

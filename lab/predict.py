@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from data_pipelines import DataError
-from lab import logs, train
+from lab import logs, mesh as meshes, train
 from lab.task import ConfigError, Task
 
 
@@ -20,8 +20,10 @@ def run(task: Task, config, workdir: str, which: str, source: str, output: str) 
   """
   if task.inputs is None:
     raise ConfigError(f'{config.task} has no --mode=predict')
+  if jax.process_count() > 1:
+    raise ConfigError('--mode=predict runs as one process')
   os.makedirs(output, exist_ok=True)
-  stream, seen = task.inputs(source), []
+  stream, seen = task.inputs(source, output, lambda: meshes.preempted(0)), []
   for batch in stream:
     seen.append(batch)
     if not isinstance(batch, DataError):
@@ -60,7 +62,8 @@ def _write(task, config, params, stats, stream, output) -> tuple[int, int]:
         for line in task.lines(record) if task.lines else (record,):
           f.write(json.dumps(line) + '\n')
       if task.picture:
-        batch['sink'].write(task.picture(outputs, batch))
+        for image in task.picture(outputs, batch).values():
+          batch['write'](image)
       used += 1
   os.replace(path + '.new', path)
   return used, broken

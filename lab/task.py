@@ -46,9 +46,9 @@ class Task(NamedTuple):
   finish: Callable[[Totals], Scalars] = ratios
   score: Callable[[Iterable[Record]], Scalars] | None = None
   picture: Callable[[Outputs, Batch], Mapping[str, Image]] | None = None
-  # --mode=predict: user input (a path, a folder, a camera) -> host batches, leaves [B, ...] of fixed shapes; leaves
-  # that are no numeric arrays (names, whole pictures) stay on the host, for `records` and `picture`
-  inputs: Callable[[str], Iterator[Batch]] | None = None
+  # --mode=predict: (source, output folder, stop) -> batches of fixed shapes, or the error of an input that can't be
+  # used. Leaves that are no numeric arrays (names, whole pictures) stay on the host; batch['write'] takes a picture.
+  inputs: Callable[[str, str, Callable[[], bool]], Iterator[Batch | Exception]] | None = None
   lines: Callable[[Record], Iterator[Record]] | None = None   # a record -> the lines of the predictions file
 
 

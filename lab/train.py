@@ -83,10 +83,15 @@ def run(task: Task, config, workdir: str) -> dict[str, float]:
     batches = pipeline.Batches(source, config.input, size, meshes.rows(mesh, size), train=True, seed=config.seed)
     tx, _ = optim.make(config.optim, config.total_steps)
     like = abstract(task, tx, config, batches.spec(1), mesh)
-    checkpoints = Checkpoints(workdir, config, pipeline.fingerprint(source))
-    state = start(task, tx, config, like, batches.spec(1), checkpoints)
-    batches.step = int(state.step)
-    return _loop(task, config, workdir, mesh, batches, make_step(task, tx, config, like, mesh), state, checkpoints)
+    with contextlib.closing(Checkpoints(workdir, config, pipeline.fingerprint(source))) as checkpoints:
+      state = start(task, tx, config, like, batches.spec(1), checkpoints)
+      batches.step = int(state.step)
+      step = make_step(task, tx, config, like, mesh)
+      with contextlib.closing(logs.Log(workdir, config, batches.step)) as log:
+        state, scores = _loop(task, config, mesh, batches, step, state, checkpoints, log)
+      scores = scores or next((r for r in reversed(logs.rows(workdir)) if r['split'] == 'eval'), {})
+      _close(workdir, checkpoints, state, scores)
+      return dict(scores)
 
 
 def start(task, tx, config, like, spec, checkpoints) -> TrainState:
@@ -109,8 +114,7 @@ def start(task, tx, config, like, spec, checkpoints) -> TrainState:
   return state
 
 
-def _loop(task, config, workdir, mesh, batches, step, state, checkpoints):
-  log = logs.Log(workdir, config, int(state.step))
+def _loop(task, config, mesh, batches, step, state, checkpoints, log):
   log.describe(state.params)
   judge = evaluate.make(task, config, mesh)
   watch = _Watch(config, batches)
@@ -145,9 +149,7 @@ def _loop(task, config, workdir, mesh, batches, step, state, checkpoints):
     log.aside += time.monotonic() - aside
     if stop:
       raise meshes.Preempted(f'stopped at step {i} and saved; start the same command again to go on')
-  scores = scores or next((r for r in reversed(logs.rows(workdir)) if r['split'] == 'eval'), {})
-  _close(workdir, checkpoints, i, state, scores)
-  return dict(scores)
+  return state, scores
 
 
 class _Watch:
@@ -181,9 +183,9 @@ class _Watch:
     logs.log.warning(text)
 
 
-def _close(workdir, checkpoints, step, state, scores):
+def _close(workdir, checkpoints, state, scores):
   """The summary: what was reached, where it lies, what to type next."""
-  names = {k: v for k, v in scores.items() if k not in ('step', 'split')}
+  step, names = int(state.step), {k: v for k, v in scores.items() if k not in ('step', 'split')}
   logs.say('\n'.join((
       '', f'Done: {step} steps. {evaluate.summary(names)}',
       f'  state digest    {digest(state)}',
@@ -204,5 +206,6 @@ def restored(task: Task, config, workdir: str, which: str, spec: dict | None = N
     tx, _ = optim.make(config.optim, config.total_steps)
     spec = spec or pipeline.Batches(task.source('eval'), config.input, 1, (0, 1), train=False).spec(1)
     like = abstract(task, tx, config, spec, mesh)
-    step, params, stats = Checkpoints(workdir, config).weights(which, like)
+    with contextlib.closing(Checkpoints(workdir, config)) as checkpoints:
+      step, params, stats = checkpoints.weights(which, like)
     yield mesh, step, params, stats

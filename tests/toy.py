@@ -66,7 +66,7 @@ def make_task(config) -> Task:
     return {'dense': {'kernel': jax.random.normal(key, (4, 8)) * 0.1, 'bias': jnp.zeros(8)}}, {'seen': jnp.zeros(())}
 
   def error(params, batch):
-    y = (batch['x'] @ params['dense']['kernel'] + params['dense']['bias']).sum(-1)
+    y = (batch['x'] @ params['dense']['kernel'] + params['dense']['bias'][None]).sum(-1)
     return batch['mask'] * jnp.square(y - batch['y'])
 
   def loss(params, stats, batch, key, step):
@@ -77,7 +77,7 @@ def make_task(config) -> Task:
 
   def predict(params, stats, batch, key):
     del stats, key
-    return {'y': (batch['x'] @ params['dense']['kernel'] + params['dense']['bias']).sum(-1)}
+    return {'y': (batch['x'] @ params['dense']['kernel'] + params['dense']['bias'][None]).sum(-1)}
 
   sizes = {'train': 30, 'eval': 13}
   return Task(

@@ -13,11 +13,13 @@ def get_config() -> ConfigDict:
       'dir': 'sample',           # folder of a prepared data set; 'sample': the photographs that ship with the lab
       'train': 'train',          # split trained on
       'eval': 'val',             # split evaluated
+      'people': 32,              # rows a picture; training drops the smallest beyond, evaluation refuses
   })
   config.image = ConfigDict({
       'size': 368,               # px, side of the square that the network sees; a multiple of the stride
   })
   config.augment = ConfigDict({
+      'on': True,                # False: trains on the letterboxed picture alone
       'mirror': 0.5,             # probability
       'scale_min': 0.7,          # relative to the scale at which the whole picture fits
       'scale_max': 1.5,

@@ -113,7 +113,8 @@ def main(argv: list[str]) -> int:
     print(f'{source}: {e}', file=sys.stderr)
     return e.exit_code
   backbone = {'vgg19': 'vgg19_10', 'vgg16': 'vgg16_7'}[kind]
-  metadata = {'preprocess': 'imagenet', 'backbone': backbone, 'source': f'torchvision {kind}, {os.path.basename(source)}'}
+  metadata = {'preprocess': 'imagenet', 'backbone': backbone,
+              'source': f'torchvision {kind}, {os.path.basename(source)}'}
   try:
     save_file(arrays, out, metadata=metadata)
   except (OSError, SafetensorError) as e:

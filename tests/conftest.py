@@ -1,0 +1,55 @@
+"""Tests run on eight fake CPU devices; compiled programs are kept outside the clone."""
+
+import os
+import sys
+
+os.environ['JAX_PLATFORMS'] = 'cpu'
+os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'
+os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', os.path.expanduser('~/.cache/lab/jax-tests'))
+os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
+os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES', '-1')
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')
+
+import jax
+import pytest
+
+from tests import toy
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+
+@pytest.fixture(scope='session')
+def toy_data(tmp_path_factory):
+  """The toy's records."""
+  return toy.write(str(tmp_path_factory.mktemp('toy')))
+
+
+@pytest.fixture
+def toy_config(toy_data):
+  """The toy's configuration on these records."""
+  config = toy.get_config()
+  config.data.dir = toy_data
+  return config
+
+
+@pytest.fixture
+def lab(toy_data):
+  """Starts the program in a process of its own: lab(arguments...) -> Popen with merged output."""
+  import subprocess
+  started = []
+
+  def start(*arguments, config='tests/toy.py', devices=1, **environment):
+    env = {**os.environ, 'TOY_DATA': toy_data, 'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
+           'PYTHONUNBUFFERED': '1', **environment}
+    process = subprocess.Popen([sys.executable, '-m', 'lab.main', f'--config={config}', *map(str, arguments)], cwd=ROOT,
+                               env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    started.append(process)
+    return process
+
+  yield start
+  for process in started:
+    process.kill()
+    process.wait()
+    process.stdout.close()

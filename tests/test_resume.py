@@ -1,0 +1,219 @@
+"""Stopped anywhere and started again equals never stopped, bit for bit."""
+
+import json
+import os
+import random
+import re
+import signal
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from lab import checkpoint, evaluate, mesh as meshes, train
+from lab.checkpoint import Checkpoints
+from tests import toy
+
+DIGEST = re.compile(r'state digest +(\w+)')
+
+
+def run(config, workdir):
+  return train.run(toy.make_task(config), config, str(workdir))
+
+
+def read(workdir, name='metrics.jsonl'):
+  with open(os.path.join(workdir, name), encoding='utf-8') as f:
+    return f.read()
+
+
+def arrays(workdir, step):
+  """Every array of a checkpoint as stored: its checksums, by path."""
+  return Checkpoints(str(workdir)).meta(step)['checksums']
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory, toy_data):
+  """The uninterrupted run."""
+  config = toy.get_config()
+  config.data.dir = toy_data
+  workdir = tmp_path_factory.mktemp('whole')
+  run(config, workdir)
+  return workdir
+
+
+# warm-up ends at 3; an epoch of 30 records ends within step 4; 10 and 11 lie about a checkpoint; 19 is the last but one
+@pytest.mark.parametrize('stops', [(1,), (2, 3, 4), (10, 11), (7, 19)])
+def test_a_stopped_run_continues_bit_for_bit(toy_config, tmp_path, whole, monkeypatch, stops):
+  for stop in stops:
+    monkeypatch.setattr(meshes, 'preempted', lambda step, stop=stop: step == stop)
+    with pytest.raises(meshes.Preempted, match=f'step {stop} '):
+      run(toy_config, tmp_path)
+  monkeypatch.setattr(meshes, 'preempted', lambda step: False)
+  run(toy_config, tmp_path)
+  assert arrays(tmp_path, 20) == arrays(whole, 20)      # params, optimizer, averaged weights, stats, step
+  assert read(tmp_path) == read(whole)                  # losses, learning rates and evaluations of every step
+
+
+def test_the_same_records_come_after_a_stop(toy_config, tmp_path, monkeypatch):
+  seen = []
+  place = meshes.place
+
+  def note(mesh, batch, size):
+    if size == toy_config.input.batch_size and 'seen' in where:
+      seen.append(batch['x'].tobytes())
+    return place(mesh, batch, size)
+  where = {'seen'}
+  monkeypatch.setattr(meshes, 'place', note)
+  toy_config.eval_steps = 0
+  run(toy_config, tmp_path / 'a')
+  uninterrupted, seen[:] = list(seen), []
+  monkeypatch.setattr(meshes, 'preempted', lambda step: step == 6)      # in the middle of the second epoch
+  with pytest.raises(meshes.Preempted):
+    run(toy_config, tmp_path / 'b')
+  monkeypatch.setattr(meshes, 'preempted', lambda step: False)
+  run(toy_config, tmp_path / 'b')
+  train_batches = [b for b in seen]
+  assert train_batches[:6] == uninterrupted[:6]
+  assert train_batches[-15:] == uninterrupted[-15:]
+  assert len(set(uninterrupted[:20])) == 20
+
+
+def test_each_evaluation_is_there_once_after_a_death_in_one(toy_config, tmp_path, monkeypatch, whole):
+  make = evaluate.make
+
+  def dying(*args):
+    judge, calls = make(*args), []
+
+    def call(*args):
+      calls.append(1)
+      if len(calls) == 2:
+        raise KeyboardInterrupt      # step 10: its checkpoint is not yet written
+      return judge(*args)
+    return call
+  monkeypatch.setattr(evaluate, 'make', dying)
+  with pytest.raises(KeyboardInterrupt):
+    run(toy_config, tmp_path)
+  monkeypatch.setattr(evaluate, 'make', make)
+  run(toy_config, tmp_path)
+  steps = [r['step'] for r in map(json.loads, read(tmp_path).splitlines()) if r['split'] == 'eval']
+  assert steps == [5, 10, 15, 20]
+  assert read(tmp_path) == read(whole)
+
+
+def test_tensorboard_has_one_value_a_step_after_a_resume(toy_config, tmp_path, monkeypatch):
+  from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+  make = evaluate.make
+  monkeypatch.setattr(evaluate, 'make', lambda *a: (lambda judge: lambda *b: _die_at(3, judge, *b))(make(*a)))
+  _calls.clear()
+  with pytest.raises(KeyboardInterrupt):
+    run(toy_config, tmp_path)             # dies in the evaluation of step 15, after steps 11 to 15 were logged
+  monkeypatch.setattr(evaluate, 'make', make)
+  run(toy_config, tmp_path)
+  events = EventAccumulator(str(tmp_path / 'tensorboard'), size_guidance={'tensors': 0})
+  events.Reload()
+  got = events.Tensors('train/loss')
+  assert [e.step for e in got] == list(range(1, 21))
+  times = [e.wall_time for e in got]
+  assert times == sorted(times)
+  rows = [json.loads(line) for line in read(tmp_path).splitlines()]
+  logged = {r['step']: r['loss'] for r in rows if r['split'] == 'train'}
+  for e in got:
+    assert np.float32(logged[e.step]) == np.frombuffer(e.tensor_proto.tensor_content, np.float32)[0]
+
+
+_calls = []
+
+
+def _die_at(count, judge, *args):
+  _calls.append(1)
+  if len(_calls) == count:
+    raise KeyboardInterrupt
+  return judge(*args)
+
+
+def test_a_finished_run_started_again_changes_nothing(toy_config, whole):
+  before = read(whole)
+  scores = run(toy_config, whole)
+  assert read(whole) == before and scores['examples'] == 13
+
+
+def test_a_longer_schedule_is_announced(toy_config, tmp_path, caplog, monkeypatch):
+  monkeypatch.setattr(meshes, 'preempted', lambda step: step == 4)
+  with pytest.raises(meshes.Preempted):
+    run(toy_config, tmp_path)
+  toy_config.total_steps = 24
+  monkeypatch.setattr(meshes, 'preempted', lambda step: step == 6)
+  with pytest.raises(meshes.Preempted):
+    run(toy_config, tmp_path)
+  assert 'total_steps: 20 -> 24' in caplog.text
+
+
+def finish(process):
+  output = process.communicate(timeout=240)[0]
+  return process.returncode, output
+
+
+def kill_at_random(lab, workdir, rng, config='tests/toy.py', arguments=()):
+  """Starts the program and kills it with -9 at a random moment, from the import to the last save."""
+  process = lab(f'--workdir={workdir}', *arguments, config=config)
+  begun = time.monotonic()
+  wait = rng.uniform(0, 1)
+  for line in process.stdout:
+    if 'training from step' in line:
+      break
+  life = time.monotonic() - begun
+  time.sleep(wait * 0.35 * life)          # of the order of the training itself, whatever the machine's speed
+  process.send_signal(signal.SIGKILL)
+  process.communicate()
+
+
+def test_kill_9_at_random_moments_changes_no_bit(lab, tmp_path):
+  rng = random.Random(0)
+  code, output = finish(lab(f'--workdir={tmp_path}/whole'))
+  assert code == 0, output
+  for _ in range(int(os.environ.get('LAB_KILLS', '2'))):
+    kill_at_random(lab, tmp_path / 'killed', rng)
+  code, killed = finish(lab(f'--workdir={tmp_path}/killed'))
+  assert code == 0, killed
+  assert DIGEST.findall(killed) == DIGEST.findall(output)
+  assert read(tmp_path / 'killed') == read(tmp_path / 'whole')
+
+
+def test_sigterm_saves_and_exits_75(lab, tmp_path):
+  process = lab(f'--workdir={tmp_path}/stopped')
+  for line in process.stdout:
+    if line.startswith('step 2/'):
+      break
+  process.send_signal(signal.SIGTERM)
+  process.send_signal(signal.SIGTERM)      # an impatient platform repeats itself
+  code, output = finish(process)
+  assert code == 75, output
+  assert 'start the same command again' in output
+  step = Checkpoints(str(tmp_path / 'stopped')).steps()[-1]
+  assert 2 <= step < 20
+  code, output = finish(lab(f'--workdir={tmp_path}/stopped'))
+  assert code == 0 and f'resumed at step {step}' in output
+  code, whole = finish(lab(f'--workdir={tmp_path}/whole'))
+  assert DIGEST.findall(output) == DIGEST.findall(whole)
+  assert read(tmp_path / 'stopped') == read(tmp_path / 'whole')
+
+
+def test_two_runs_never_share_a_workdir(tmp_path):
+  held = checkpoint.claim(str(tmp_path))
+  with pytest.raises(checkpoint.CheckpointError, match=f'in use by process {os.getpid()}'):
+    checkpoint.claim(str(tmp_path))
+  held.close()
+  checkpoint.claim(str(tmp_path)).close()
+
+
+def test_digest_sees_every_bit_and_every_swap():
+  x = np.arange(6, dtype=np.float32).reshape(2, 3)
+  state = {'a': jax.numpy.asarray(x), 'b': jax.numpy.asarray([True, False]), 'c': jax.numpy.bfloat16(1.5)}
+  one = checkpoint.digest(state)
+  assert one == checkpoint.digest(jax.tree.map(lambda v: v, state))
+  bits = x.copy().view(np.uint32)
+  bits[1, 2] ^= 1
+  for other in (bits.view(np.float32), x[:, ::-1].copy(), x[::-1].copy(), x.astype(np.int32)):
+    assert checkpoint.digest({**state, 'a': jax.numpy.asarray(other)}) != one
+  assert checkpoint.digest({**state, 'b': jax.numpy.asarray([False, True])}) != one

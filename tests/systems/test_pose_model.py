@@ -61,7 +61,7 @@ def test_published_sizes():
   vgg16 = config.get_config().model
   vgg16.update(backbone='vgg16_7', feature=256, head_first=512)
   assert count(model.make(vgg16, 17, 18), 368) == pytest.approx(22.0e6, rel=0.005)
-  scratch = settings(paf_stages=2, heatmap_stages=1, width_first=24, width=24, blocks=3, head_first=64, head=64, feature=64)
+  scratch = settings(paf_stages=2, width_first=24, width=24, blocks=3, head_first=64, head=64, feature=64)
   assert 0.2e6 < count(model.make(scratch, 24, 19), 96) < 0.4e6
 
 
@@ -75,7 +75,7 @@ def test_shapes_names_and_types(backbone, side, cells):
   pafs, heatmaps = jax.eval_shape(net.apply, {'params': params}, jax.ShapeDtypeStruct((2, side, side, 3), np.uint8))
   assert [p.shape for p in pafs] == [(2, cells, cells, LIMBS, 2)] * 4
   assert [h.shape for h in heatmaps] == [(2, cells, cells, CHANNELS)] * 2
-  assert {leaf.dtype for leaf in jax.tree.leaves((params, pafs, heatmaps))} == {np.dtype('float32')}   # computed in bf16
+  assert {leaf.dtype for leaf in jax.tree.leaves((params, pafs, heatmaps))} == {np.dtype('float32')}   # bf16 inside
   assert set(params) == {'backbone', 'paf1', 'paf2', 'paf3', 'paf4', 'heatmap1', 'heatmap2'}
   assert params['paf1']['block0']['conv0']['kernel'].shape[-1] == 96
   assert params['heatmap2']['block4']['conv2']['kernel'].shape == (3, 3, 128, 128)

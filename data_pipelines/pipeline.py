@@ -15,6 +15,7 @@ import glob
 import hashlib
 import logging
 import os
+import re
 import struct
 from typing import Any, Callable, Iterator, Mapping, NamedTuple
 
@@ -174,13 +175,14 @@ class Batches:
 
   def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
     tf = tensorflow()
+    broken = (tf.errors.DataLossError, tf.errors.InvalidArgumentError, tf.errors.NotFoundError)
     while self.train or self.step < self.steps:
       try:
         for batch in self._dataset(tf):
           self.step += 1
           yield {k: np.asarray(v) for k, v in batch.items()}
         return
-      except (tf.errors.DataLossError, tf.errors.InvalidArgumentError, tf.errors.NotFoundError) as e:
+      except broken as e:
         self._isolate(tf, e)        # then go on at the same step, without the bad records
 
   def _dataset(self, tf):
@@ -205,11 +207,15 @@ class Batches:
     """number i64[] -> number, record i64[], mask f32[]; a bad or padding place takes a good record's bytes."""
     tf = tensorflow()
     record = _shuffled(tf, n, self.seed, self.source.size) if self.train else n
-    good = next(i for i in range(self.source.size + 1) if i not in self.bad)
+    good = self._filler()
     use = record < self.source.size
     if self.bad:
       use &= ~tf.reduce_any(record == tf.constant(self.bad, tf.int64))
     return n, tf.where(use, record, tf.constant(good, tf.int64)), tf.cast(use, tf.float32)
+
+  def _filler(self) -> int:
+    """The first record not known to be bad, whose bytes stand under mask 0."""
+    return next(i for i in range(self.source.size) if i not in self.bad)
 
   def _bytes(self, tf, picked):
     """(number, record, mask) -> (number, record, mask, serialized string[])."""
@@ -236,7 +242,7 @@ class Batches:
     wanted = (records_at(self.source, self.seed, self.step, self.batch_size) if self.train else
               range(self.step * self.batch_size, min(self.source.size, (self.step + 1) * self.batch_size)))
     found = {}
-    for record in sorted({int(r) for r in wanted} - set(self.bad)):
+    for record in sorted({self._filler(), *map(int, wanted)} - set(self.bad)):
       alone = tf.data.Dataset.from_tensors((np.int64(record), np.int64(record), np.float32(1)))
       try:
         for _ in self._bytes(tf, alone).map(tf.autograph.experimental.do_not_convert(self._example)):
@@ -258,6 +264,7 @@ class Batches:
 def _reason(error) -> str:
   """The first line of TensorFlow's message, without its graph names."""
   text = error.message.split('\n')[0]
+  text = re.sub(r'^Error in user-defined function.*?Iterator::\S+: ', '', text)
   return text.split('}} ')[-1].split(' [Op:')[0]
 
 

@@ -52,9 +52,10 @@ def claim(workdir: str):
   try:
     fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except OSError:
-    f.seek(0)
-    raise CheckpointError(f'--workdir={workdir} is in use by process {f.read().strip() or "?"}; '
-                          'choose another workdir or wait for it') from None
+    with f:
+      f.seek(0)
+      holder = f.read().strip() or '?'
+    raise CheckpointError(f'--workdir={workdir} is in use by process {holder}; choose another workdir or wait for it') from None
   f.truncate(0)
   f.write(str(os.getpid()))
   f.flush()
@@ -108,6 +109,7 @@ class Checkpoints:
     self.folder = os.path.abspath(os.path.join(workdir, 'checkpoints'))
     self.config, self.data, self.failures, self.writing = config, data, 0, None
     self.orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+    self.reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler())    # does not wait for a write in progress
 
   def path(self, step: int) -> str:
     """The folder of a step."""
@@ -121,7 +123,7 @@ class Checkpoints:
 
   def meta(self, step: int) -> dict[str, Any]:
     """What a step says of itself: config, versions, data, scores, checksums."""
-    return self.orbax.restore(self.path(step), args=ocp.args.Composite(meta=ocp.args.JsonRestore()))['meta']
+    return self.reader.restore(self.path(step), args=ocp.args.Composite(meta=ocp.args.JsonRestore()))['meta']
 
   def best(self, name: str) -> int | None:
     """The step with the best value of metric `name` ('AP', or '-loss' where less is better); None if none has it."""
@@ -138,6 +140,7 @@ class Checkpoints:
   def close(self) -> None:
     """Waits for the write in progress and ends the background threads; what went wrong was said before."""
     with contextlib.suppress(Exception):
+      self.reader.close()
       self.orbax.close()
 
   # saving
@@ -273,7 +276,7 @@ class Checkpoints:
 
   def _restore(self, step, items):
     args = {k: ocp.args.StandardRestore(v) for k, v in items.items()}
-    got = self.orbax.restore(self.path(step), args=ocp.args.Composite(**args))
+    got = self.reader.restore(self.path(step), args=ocp.args.Composite(**args))
     return {k: got[k] for k in items}
 
   def _compare(self, step, meta, abstract):

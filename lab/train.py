@@ -173,7 +173,7 @@ class _Watch:
     if not row:
       return
     sums = jax.device_get(sums)
-    bad = [k for k, (total, _) in sums.items() if not math.isfinite(total)]
+    bad = sorted((k for k, (total, _) in sums.items() if not math.isfinite(total)), key=lambda k: (k != 'loss', k))
     names = ', '.join(self.batches.names(step - 1))
     text = (f'step {step}: {", ".join(bad)} not finite ({row} in a row); the update was skipped. Records of the batch: '
             f'{names}')

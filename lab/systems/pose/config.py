@@ -65,6 +65,7 @@ def get_config() -> ConfigDict:
       'samples': 10,             # points of a line integral
       'sample_min': 0.05,        # field along the limb at a point that counts as valid
       'valid_share': 0.8,        # of the points
+      'near_score': 0.05,        # of a limb shorter than a cell where its field is silent; 0 = refuse it
       'matching': 'greedy',      # greedy or hungarian
       'merge': True,             # join fragments without a common part
       'parts_min': 3,            # of a person

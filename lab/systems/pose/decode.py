@@ -39,7 +39,7 @@ def candidates(paf: Array, heatmap: Array, size: int, config) -> Candidates:
   heatmap = heatmap[..., :len(skeleton.KEYPOINTS)].astype(jnp.float32)
   stride = size / heatmap.shape[1]
   cell, score = peaks(heatmap, config.peaks, config.peak_min)
-  limb = limbs(paf, cell, score, config.samples, config.sample_min, config.valid_share)
+  limb = limbs(paf, cell, score, config)
   return Candidates((cell + 0.5) * stride, score, limb)
 
 
@@ -87,16 +87,18 @@ def _vertex(log, at, rest, length, step):
   return at + jnp.clip(middle + off - at, -0.5, 0.5)
 
 
-def limbs(paf: Array, cell: Array, score: Array, samples: int, sample_min: float, valid_share: float) -> Array:
+def limbs(paf: Array, cell: Array, score: Array, config) -> Array:
   """Scores every pair of candidates of every limb by a line integral of the field along it.
 
   score = mean_s <F(p_s), u> + min(N / 2l - 1, 0), with u the unit vector and l the length from start to end, in cells,
   at `samples` points p_s from end to end, the field interpolated between cells. A pair is refused (0) where fewer than
-  `valid_share` of the points exceed `sample_min`, where the score isn't positive, and where both ends coincide: such a
-  limb has no direction.
+  `valid_share` of the points exceed `sample_min`, and where the score isn't positive.
+
+  Ends less than a cell apart may have no field between them, and coinciding ends have no direction: such a pair scores
+  at least near_score * (1 - l / 2), so that it is taken only where nothing better claims its ends.
 
   Args:
-    paf: f32[B, N, N, L, 2]; cell: f32[B, 18, K, 2]; score: f32[B, 18, K].
+    paf: f32[B, N, N, L, 2]; cell: f32[B, 18, K, 2]; score: f32[B, 18, K]; config: the section `decode`.
 
   Returns:
     f32[B, L, K, K].
@@ -107,30 +109,31 @@ def limbs(paf: Array, cell: Array, score: Array, samples: int, sample_min: float
   across = end[:, :, None] - start[:, :, :, None]                                       # [B, L, K, K, 2]
   square = jnp.sum(across**2, -1)
   apart = square > 1e-6
-  length = jnp.sqrt(jnp.where(apart, square, 1))
+  length = jnp.sqrt(jnp.where(apart, square, 1))         # no division by 0, whatever is masked later
   unit = across / length[..., None]
-  t = jnp.linspace(0, 1, samples)[:, None]
+  t = jnp.linspace(0, 1, config.samples).reshape(1, 1, 1, 1, -1, 1)
   points = start[:, :, :, None, None] + across[..., None, :] * t                        # [B, L, K, K, S, 2]
   field = jax.vmap(jax.vmap(_sample, (2, 0)))(paf, points)
   along = jnp.sum(field * unit[..., None, :], -1)                                       # [B, L, K, K, S]
-  valid = jnp.mean(along > sample_min, -1) >= valid_share - 1e-6
-  total = along.mean(-1) + jnp.minimum(n / (2 * length) - 1, 0)
+  valid = jnp.mean(along > config.sample_min, -1) >= config.valid_share - 1e-6
+  total = jnp.where(apart & valid, along.mean(-1) + jnp.minimum(n / (2 * length) - 1, 0), 0)
+  far = jnp.where(apart, length, 0)
+  near = jnp.where(far < 1, config.near_score * (1 - far / 2), 0)
   there = (score[:, pairs[:, 0]] > 0)[..., :, None] & (score[:, pairs[:, 1]] > 0)[..., None, :]
-  return jnp.where(there & apart & valid & (total > 0), total, 0)
+  return jnp.where(there, jnp.maximum(jnp.maximum(total, near), 0), 0)
 
 
 def _sample(field, points):
   """Bilinear values of field [N, M, 2] at points [..., 2] (y, x) in cells; the border's value outside."""
   n, m, _ = field.shape
-  low = jnp.clip(jnp.floor(points), 0, jnp.array([max(n - 2, 0), max(m - 2, 0)]))
-  part = jnp.clip(points - low, 0, 1)
-  y, x = low[..., 0].astype(jnp.int32), low[..., 1].astype(jnp.int32)
-  y1, x1 = jnp.minimum(y + 1, n - 1), jnp.minimum(x + 1, m - 1)
-  fy, fx = part[..., :1], part[..., 1:]
+  y, x = jnp.clip(points[..., 0], 0, n - 1), jnp.clip(points[..., 1], 0, m - 1)
+  top, left = jnp.floor(y).astype(jnp.int32), jnp.floor(x).astype(jnp.int32)
+  below, right = jnp.minimum(top + 1, n - 1), jnp.minimum(left + 1, m - 1)
+  fy, fx = (y - top)[..., None], (x - left)[..., None]
   flat = field.reshape(n * m, 2)
-  above = flat[y * m + x] * (1 - fx) + flat[y * m + x1] * fx
-  below = flat[y1 * m + x] * (1 - fx) + flat[y1 * m + x1] * fx
-  return above * (1 - fy) + below * fy
+  upper = flat[top * m + left] * (1 - fx) + flat[top * m + right] * fx
+  lower = flat[below * m + left] * (1 - fx) + flat[below * m + right] * fx
+  return upper * (1 - fy) + lower * fy
 
 
 def merge_flipped(paf: Array, heatmap: Array, paf_flipped: Array, heatmap_flipped: Array) -> tuple[Array, Array]:

@@ -1,0 +1,107 @@
+"""Evaluation counts every example once, on any mesh and batch size; training agrees between meshes."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from data_pipelines import pipeline
+
+from lab import evaluate, mesh as meshes, metrics, sharding, train
+from lab.task import ConfigError
+from tests import toy
+
+ONE = {'data': 1, 'fsdp': 1, 'tensor': 1}
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  """103 evaluation records: a prime, so that no batch size fits."""
+  return toy.write(str(tmp_path_factory.mktemp('103')), (('train', 30), ('eval', 103)))
+
+
+def task_of(config):
+  task = toy.make_task(config)
+  return task._replace(source=lambda split: toy.source(config.data.dir, split, {'train': 30, 'eval': 103}[split]))
+
+
+@pytest.mark.parametrize('devices', [1, 8])
+@pytest.mark.parametrize('batch', [1, 8, 64, 128])
+def test_103_examples_are_103(toy_config, folder, devices, batch):
+  toy_config.data.dir = folder
+  toy_config.input.eval_batch_size = batch
+  mesh = meshes.make({**ONE, 'data': devices}, jax.devices()[:devices])
+  task = task_of(toy_config)
+  records = []
+  task = task._replace(score=lambda items: records.extend(items) or {'predicted': float(len(records))})
+  params = {'dense': {'kernel': np.full((4, 8), 0.1, np.float32), 'bias': np.full(8, 0.01, np.float32)}}
+  with jax.set_mesh(mesh):
+    scalars, _ = evaluate.make(task, toy_config, mesh)(params, {'seen': np.float32(0)})
+  assert scalars['examples'] == 103 and scalars['predicted'] == 103
+  x, y = everything(folder)
+  predicted = 0.8 * x.sum(-1) + 0.08                      # eight columns of 0.1 and of 0.01
+  np.testing.assert_allclose(scalars['error'], np.mean((predicted - y) ** 2), rtol=1e-6)
+  np.testing.assert_allclose([r['y'] for r in records], predicted, rtol=1e-5, atol=1e-6)
+
+
+def everything(folder):
+  """All evaluation records in one pass, as float64."""
+  tf = pipeline.tensorflow()
+  rows = [tf.io.parse_tensor(r, tf.float32).numpy() for r in tf.data.TFRecordDataset(
+      list(pipeline.shards(folder, 'eval-*.tfrecord')))]
+  rows = np.array(rows, np.float64)
+  return rows[:, :4], rows[:, 4]
+
+
+@pytest.mark.parametrize('shape', [{'data': 8, 'fsdp': 1, 'tensor': 1}, {'data': 2, 'fsdp': 2, 'tensor': 2},
+                                   {'data': 1, 'fsdp': 8, 'tensor': 1}])
+def test_one_device_equals_eight(toy_config, tmp_path, monkeypatch, shape):
+  losses = {}
+  make = meshes.make
+  toy_config.total_steps = 10
+  for name, mesh in (('one', (ONE, jax.devices()[:1])), ('eight', (shape, jax.devices()))):
+    monkeypatch.setattr(meshes, 'make', lambda config, mesh=mesh: make(*mesh))
+    train.run(toy.make_task(toy_config), toy_config, str(tmp_path / name))
+    rows = [json.loads(line) for line in (tmp_path / name / 'metrics.jsonl').read_text().splitlines()]
+    losses[name] = [(r['step'], r['split'], r.get('loss', r.get('error'))) for r in rows]
+  assert [r[:2] for r in losses['one']] == [r[:2] for r in losses['eight']]
+  np.testing.assert_allclose([r[2] for r in losses['one']], [r[2] for r in losses['eight']], rtol=1e-5)
+
+
+def test_sums_merge_by_weight_not_by_batch():
+  totals = metrics.merge(metrics.merge({}, {'loss': (10.0, 1.0)}), {'loss': (2.0, 99.0), 'rare': (1.0, 0.0)})
+  assert metrics.ratios(totals) == {'loss': 12 / 100}
+
+
+# the mesh
+
+def test_meshes_that_do_not_fit_are_refused():
+  assert dict(meshes.make({'data': -1, 'fsdp': 2, 'tensor': 1}).shape) == {'data': 4, 'fsdp': 2, 'tensor': 1}
+  for shape in ({'data': 3, 'fsdp': 1, 'tensor': 1}, {'data': -1, 'fsdp': 3, 'tensor': 1},
+                {'data': -1, 'fsdp': -1, 'tensor': 1}, {'data': 0, 'fsdp': 8, 'tensor': 1}):
+    with pytest.raises(ConfigError, match='config.mesh'):
+      meshes.make(shape)
+  mesh = meshes.make({'data': 4, 'fsdp': 2, 'tensor': 1})
+  assert meshes.rows(mesh, 32) == (0, 32)
+  with pytest.raises(ConfigError, match='input.batch_size = 12 is not a multiple of data x fsdp = 8'):
+    meshes.rows(mesh, 12)
+  assert meshes.padded(mesh, 12) == 16
+
+
+def test_rules_decide_shardings_and_the_audit_finds_dead_ones():
+  P = jax.sharding.PartitionSpec
+  mesh = meshes.make({'data': 4, 'fsdp': 2, 'tensor': 1})
+  shapes = {'params': {'a': {'kernel': jax.ShapeDtypeStruct((4, 6), np.float32)}, 'b': jax.ShapeDtypeStruct((6,), np.float32)},
+            'opt': {'mu': {'a': {'kernel': jax.ShapeDtypeStruct((4, 6), np.float32)}}, 'count': jax.ShapeDtypeStruct((), np.int32)}}
+  rules = ((r'kernel$', P(None, 'fsdp'), 'columns'),)
+  got = sharding.layout(rules, shapes, mesh)
+  assert got['params']['a']['kernel'].spec == got['opt']['mu']['a']['kernel'].spec == P(None, 'fsdp')
+  assert got['params']['b'].spec == got['opt']['count'].spec == P()
+  odd = {'kernel': jax.ShapeDtypeStruct((4, 5), np.float32)}
+  assert sharding.layout(rules, odd, mesh)['kernel'].spec == P(None, None)    # 5 columns don't split in 2
+  with pytest.raises(sharding.ShardingError, match='matches no array'):
+    sharding.layout((*rules, ('typo', P(), 'never')), shapes, mesh)
+  with pytest.raises(sharding.ShardingError, match='no reason'):
+    sharding.layout(((r'kernel$', P(), ''),), shapes, mesh)
+  with pytest.raises(sharding.ShardingError, match='1 large array.*: big'):
+    sharding.layout((), {'big': jax.ShapeDtypeStruct((1 << 19,), np.float32)}, mesh)

@@ -1,0 +1,130 @@
+"""The optimizer against numbers derived by hand, and what happens to numbers that are not finite."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lab import optim, train
+from lab.checkpoint import Checkpoints
+from lab.task import ConfigError
+from tests import toy
+
+
+def section(config, **changes):
+  config.optim.update({'clip': 0.0, 'decay': 0.0, 'ema': 0.0, 'warmup_steps': 0, 'schedule': 'constant', **changes})
+  return config.optim
+
+
+def apply(config, grads, params, steps=1, total=10):
+  tx, _ = optim.make(config, total)
+  opt = tx.init(params)
+  for step in range(steps):
+    params, opt, ok, sums = tx.update(jnp.float32(1), grads, opt, params, jnp.int32(step))
+  return params, opt, sums
+
+
+def test_warm_up_ends_at_the_peak_and_cosine_at_zero(toy_config):
+  o = section(toy_config, warmup_steps=5, schedule='cosine', learning_rate=0.4)
+  rates = [float(optim.rate(o, 10)(jnp.int32(step))) for step in range(10)]
+  # update u = step + 1: u / 5 of the peak up to 5, then (1 + cos(pi (u - 5) / 5)) / 2
+  want = [0.4 * u / 5 for u in range(1, 6)] + [0.2 * (1 + np.cos(np.pi * (u - 5) / 5)) for u in range(6, 11)]
+  np.testing.assert_allclose(rates, want, atol=1e-7)
+  assert rates[4] == pytest.approx(0.4) and rates[9] == pytest.approx(0, abs=1e-7)
+  o = section(toy_config, learning_rate=0.4)
+  assert float(optim.rate(o, 10)(jnp.int32(9))) == pytest.approx(0.4)
+
+
+def test_sgd_with_momentum(toy_config):
+  o = section(toy_config, name='sgd', beta1=0.5, learning_rate=0.1)
+  params, _, _ = apply(o, {'w': jnp.array([2.0])}, {'w': jnp.array([1.0])}, steps=2)
+  np.testing.assert_allclose(params['w'], [1 - 0.1 * 2 - 0.1 * 3])     # second velocity 0.5 * 2 + 2
+
+
+def test_adamw_first_step_is_the_sign_and_decay_spares_vectors(toy_config):
+  o = section(toy_config, name='adamw', learning_rate=0.1, decay=0.5, eps=0.0)
+  params = {'w': jnp.full((1, 1), 2.0), 'b': jnp.full((1,), 2.0)}
+  grads = {'w': jnp.full((1, 1), 3.0), 'b': jnp.full((1,), -3.0)}
+  params, _, _ = apply(o, grads, params)
+  np.testing.assert_allclose(params['w'], [[2 - 0.1 * (1 + 0.5 * 2)]], rtol=1e-6)
+  np.testing.assert_allclose(params['b'], [2 + 0.1], rtol=1e-6)
+
+
+def test_clipping_by_norm_and_a_zero_gradient(toy_config):
+  o = section(toy_config, name='sgd', beta1=0.0, learning_rate=1.0, clip=1.0)
+  params, _, sums = apply(o, {'w': jnp.array([3.0, 4.0])}, {'w': jnp.zeros(2)})
+  np.testing.assert_allclose(params['w'], [-0.6, -0.8], rtol=1e-6)
+  assert float(sums['gradient_norm'][0]) == 5 and float(sums['update_norm'][0]) == pytest.approx(1)
+  params, _, _ = apply(o, {'w': jnp.zeros(2)}, {'w': jnp.ones(2)})
+  np.testing.assert_array_equal(params['w'], np.ones(2))
+
+
+def test_averaged_weights(toy_config):
+  o = section(toy_config, name='sgd', beta1=0.0, learning_rate=1.0, ema=0.75)
+  params, opt, _ = apply(o, {'w': jnp.array([1.0])}, {'w': jnp.array([0.0])}, steps=2)
+  np.testing.assert_allclose(opt.ema['w'], [0.75 * (0.25 * -1) + 0.25 * -2])
+  np.testing.assert_array_equal(optim.weights(params, opt)['w'], opt.ema['w'])
+  assert optim.weights(params, opt._replace(ema={})) is params
+
+
+@pytest.mark.parametrize('bad', ['loss', 'gradient'])
+def test_a_non_finite_update_changes_nothing_but_the_count(toy_config, bad):
+  o = section(toy_config, name='adamw', ema=0.5)
+  tx, _ = optim.make(o, 10)
+  params = {'w': jnp.ones((2, 2))}
+  opt = tx.init(params)
+  loss = jnp.float32(np.nan if bad == 'loss' else 1)
+  grads = {'w': jnp.full((2, 2), np.inf if bad == 'gradient' else 1.0)}
+  new, after, ok, _ = tx.update(loss, grads, opt, params, jnp.int32(0))
+  assert not ok
+  jax.tree.map(np.testing.assert_array_equal, (new, after.inner, after.ema), (params, opt.inner, opt.ema))
+  assert after.skipped.tolist() == [1, 1]
+  _, after, _, _ = tx.update(jnp.float32(1), {'w': jnp.ones((2, 2))}, after, params, jnp.int32(1))
+  assert after.skipped.tolist() == [0, 1]
+
+
+def test_settings_that_cannot_run_name_their_key(toy_config):
+  for key, value in (('name', 'adma'), ('schedule', 'cos'), ('beta1', 1.0), ('learning_rate', -1.0), ('warmup_steps', 99),
+                     ('ema', 1.5)):
+    config = toy.get_config()
+    config.optim[key] = value
+    with pytest.raises(ConfigError, match=f'config.optim.{key} = '):
+      optim.check(config)
+
+
+def run(config, workdir):
+  return train.run(toy.make_task(config), config, str(workdir))
+
+
+def test_one_bad_step_is_skipped_counted_and_logged(toy_config, tmp_path, caplog):
+  toy_config.poison = 6
+  run(toy_config, tmp_path)
+  rows = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
+  skipped = [r['skipped'] for r in rows if r['split'] == 'train']
+  assert skipped == [0] * 6 + [1] * 14
+  assert next(r for r in rows if r['step'] == 7)['loss'] is None
+  assert 'step 7: loss' in caplog.text and '.tfrecord#' in caplog.text
+
+
+def test_too_many_bad_steps_end_the_run_with_the_records(toy_config, tmp_path):
+  toy_config.optim.max_nonfinite = 0
+  toy_config.poison = 6
+  with pytest.raises(train.NonFinite) as e:
+    run(toy_config, tmp_path)
+  text = str(e.value)
+  assert e.value.exit_code == 4
+  assert 'step 7: loss' in text and text.count('.tfrecord#') == 8 and 'resumes from the newest checkpoint' in text
+  assert Checkpoints(str(tmp_path)).steps() == [5]
+
+
+def test_an_exploding_rate_never_reaches_a_checkpoint(toy_config, tmp_path):
+  toy_config.optim.update({'name': 'sgd', 'learning_rate': 1e30, 'clip': 0.0, 'decay': 0.0, 'ema': 0.0, 'warmup_steps': 0})
+  toy_config.checkpoint.steps = 1
+  with pytest.raises(train.NonFinite):
+    run(toy_config, tmp_path)
+  for step in Checkpoints(str(tmp_path)).steps():
+    task = toy.make_task(toy_config)
+    with train.restored(task, toy_config, str(tmp_path), str(step)) as (_, _, params, _):
+      assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))

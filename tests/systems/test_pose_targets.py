@@ -70,8 +70,9 @@ def test_neck_and_coco_order():
   np.testing.assert_array_equal(ours[..., 1, 2], np.minimum(right[..., 2], left[..., 2]) * labelled)
   np.testing.assert_allclose(ours[..., 1, 1], (right[..., 0] + left[..., 0]) / 2 * labelled, rtol=1e-6)
   np.testing.assert_array_equal(skeleton.to_coco(ours), np.where(coco[..., 2:] > 0, coco, 0))
-  traced = jax.jit(skeleton.from_coco)(coco)             # the same function on the device
-  np.testing.assert_array_equal(traced, ours)
+  traced, back = jax.jit(lambda c: (skeleton.from_coco(c), skeleton.to_coco(skeleton.from_coco(c))))(coco)
+  np.testing.assert_array_equal(traced, ours)            # the same functions on the device
+  np.testing.assert_array_equal(back, skeleton.to_coco(ours))
   assert isinstance(ours, np.ndarray) and ours.dtype == traced.dtype == np.float32
 
 

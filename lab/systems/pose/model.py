@@ -52,7 +52,7 @@ def preprocess(image: jax.Array, kind: str) -> jax.Array:
   mean, deviation = np.array([[[mean]]], np.float32), np.array([[[deviation]]], np.float32)
   image = image.astype(jnp.float32)
   if order != (0, 1, 2):
-    image = image[..., order]
+    image = image[..., np.array(order)]
   return (image - mean) / deviation
 
 

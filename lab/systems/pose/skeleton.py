@@ -97,7 +97,7 @@ def from_coco(keypoints):
 
 def to_coco(keypoints):
   """f32[..., 18, 3] (y, x, v) in our order -> f32[..., 17, 3] (x, y, v) in COCO's; the neck is dropped."""
-  return keypoints[..., TO_COCO, :][..., [1, 0, 2]]
+  return keypoints[..., TO_COCO, :][..., np.array([1, 0, 2])]
 
 
 def mirror(keypoints, width: float):

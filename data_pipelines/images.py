@@ -5,6 +5,7 @@ whatever looks at pixels sees what a viewer shows.
 """
 
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -175,12 +176,23 @@ def draw(image: np.ndarray, strokes: Sequence[Stroke]) -> np.ndarray:
 
 def label(image: np.ndarray, text: str, at: tuple[float, float], height: float,
           colour: tuple[int, int, int] = (255, 255, 255)) -> None:
-  """Writes text of that height in px, dark-edged, into image, its lower left corner at (x, y); kept inside."""
-  import cv2
-  face, scale = cv2.FONT_HERSHEY_SIMPLEX, height / 22         # the capitals of this face are 22 px high at scale 1
-  thick = max(int(round(height / 9)), 1)
-  (width, _), _ = cv2.getTextSize(text, face, scale, thick)
-  x = int(min(max(at[0], thick), max(image.shape[1] - width - thick, thick)))
-  y = int(min(max(at[1], height + thick), max(image.shape[0] - thick, height + thick)))
-  cv2.putText(image, text, (x, y), face, scale, (20, 20, 20), 3 * thick, cv2.LINE_AA)
-  cv2.putText(image, text, (x, y), face, scale, colour, thick, cv2.LINE_AA)
+  """Writes text, dark-edged, into image, its lower left corner at (x, y); moved inside where it would stick out.
+
+  The height is that of a line, in px. OpenCV's fonts differ between its versions, so Pillow writes.
+  """
+  from PIL import Image, ImageDraw
+  edge = max(round(height / 10), 1)
+  font = _font(max(round(height), 6))
+  left, top, right, bottom = font.getbbox(text, stroke_width=edge)
+  x = max(min(round(at[0]), image.shape[1] - (right - left)), 0)
+  y = max(min(round(at[1]) - (bottom - top), image.shape[0] - (bottom - top)), 0)
+  patch = image[y:y + bottom - top, x:x + right - left]
+  paper = Image.fromarray(patch)
+  ImageDraw.Draw(paper).text((-left, -top), text, colour, font, stroke_width=edge, stroke_fill=(20, 20, 20))
+  patch[...] = np.asarray(paper)
+
+
+@functools.lru_cache(16)
+def _font(height):
+  from PIL import ImageFont
+  return ImageFont.load_default(height)

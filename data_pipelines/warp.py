@@ -152,11 +152,13 @@ def colour(image, drawn: Draw):
   grey = tf.reduce_sum(tf.reduce_mean(image[::4, ::4], [0, 1]) * np.float32(to_yiq[0]))   # of every 16th pixel
   angle = 2 * np.pi * tf.cast(drawn.hue, tf.float32)
   c, s = drawn.saturation * tf.cos(angle), drawn.saturation * tf.sin(angle)
-  chroma = tf.stack([[1.0, 0.0, 0.0], [0.0, c, -s], [0.0, s, c]])
-  matrix = np.float32(np.linalg.inv(to_yiq)) @ chroma @ np.float32(to_yiq)
+  # all as differences from doing nothing, so that zero strengths add exact zeros
+  chroma = tf.stack([[0.0, 0.0, 0.0], [0.0, c - 1, -s], [0.0, s, c - 1]])
+  change = np.float32(np.linalg.inv(to_yiq)) @ chroma @ np.float32(to_yiq) * drawn.contrast
+  change += (drawn.contrast - 1) * tf.eye(3)
   level = grey * (1 - drawn.contrast) + 255 * drawn.brightness
-  flat = tf.reshape(image, [-1, 3]) @ tf.transpose(matrix * drawn.contrast) + level
-  return tf.reshape(flat, tf.shape(image))
+  flat = tf.reshape(image, [-1, 3])
+  return tf.reshape(flat + (flat @ tf.transpose(change) + level), tf.shape(image))
 
 
 def to_bytes(image):

@@ -1,10 +1,40 @@
-"""Pose on the photographs that ship with the lab."""
-from lab.systems.pose.config import get_config as shape
+"""Multi-person pose, bottom-up (part affinity fields).
+
+  launch/run.sh --config=configs/pose.py --workdir=runs/pose            the photographs that ship with the lab
+  launch/run.sh --config=configs/pose.py:coco --workdir=runs/coco --config.data.dir=DIR     COCO 2017, an accelerator
+"""
+
+from ml_collections import ConfigDict
+
+from lab.systems.pose import config as shape
+from lab.task import ConfigError
 
 
-def get_config(variant: str = ''):
-  config = shape()
-  config.data.eval = 'train'          # the people it is trained on: the sample is there to be learnt by heart
-  config.model.backbone = 'small'
-  config.model.dtype = 'float32'
+def get_config(variant: str = '') -> ConfigDict:
+  """'': the embedded sample; 'coco': the full network; 'smoke': the tests' size."""
+  config = shape.get_config()
+  if variant == 'coco':
+    return config
+  if variant not in ('', 'smoke'):
+    raise ConfigError(f'configs/pose.py has no variant {variant!r}; there are coco and smoke')
+  config.data.eval = 'train'          # the sample is there to be learnt by heart: scored on what it is trained on
+  config.image.size = 192
+  config.augment.on = False
+  config.model.update({'backbone': 'small', 'dtype': 'float32', 'paf_stages': 2, 'heatmap_stages': 1, 'blocks': 3,
+                       'width_first': 24, 'width': 24, 'head_first': 64, 'head': 64, 'feature': 64})
+  config.target.update({'sigma_px': 4.0, 'paf_width_px': 4.0})
+  config.total_steps = 600
+  config.input.update({'batch_size': 8, 'eval_batch_size': 8})
+  config.optim.update({'learning_rate': 2e-3, 'warmup_steps': 30})
+  config.eval_steps = 200
+  config.checkpoint.steps = 200
+  if variant == 'smoke':
+    config.image.size = 64
+    config.total_steps = 12
+    config.model.update({'blocks': 1, 'paf_stages': 1, 'width_first': 8, 'width': 8, 'head_first': 8, 'head': 8, 'feature': 8})
+    config.optim.warmup_steps = 2
+    config.input.update({'batch_size': 4, 'eval_batch_size': 8})
+    config.log_steps = 1
+    config.eval_steps = config.checkpoint.steps = 4
+  config.checkpoint.best = 'AP'
   return config

@@ -193,7 +193,7 @@ def _close(workdir, checkpoints, state, scores):
       f'  metrics         {workdir}/metrics.jsonl and {workdir}/tensorboard',
       f'  pictures        {workdir}/pictures',
       'Next:',
-      f'  tensorboard --logdir={workdir}/tensorboard --bind_all=false',
+      f'  tensorboard --logdir={workdir}/tensorboard',
       f'  the same command with --mode=eval, or with --mode=predict --input=<file or folder> --output={workdir}/predictions',
   )))
 

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# launch/test.sh [pytest arguments]: the tests, on the CPU, in an environment that is made first if it is missing.
+set -euo pipefail
+source "$(dirname "$0")/environment.sh"
+make_environment test
+cd "$root"
+exec "$venv/bin/python" -m pytest "$@"

@@ -63,7 +63,8 @@ def _frames(capture, frame, promised, name):
 def writer(path: str, fps: float, size: tuple[int, int]) -> Iterator[Callable[[np.ndarray], None]]:
   """Gives write(frame), frame u8[H, W, 3] RGB of that size; the film gets its name once it is whole.
 
-  The suffix chooses the codec: .mp4 .m4v .mov MPEG-4, .avi Motion JPEG. There is no silent replacement.
+  The suffix chooses the codec: .mp4 .m4v .mov MPEG-4, .avi Motion JPEG. There is no silent replacement. These codecs
+  store even sides only: an odd side is one px longer in the film, its last line repeated.
 
   Raises:
     DataError: another suffix, a codec this OpenCV can't write, or no frame written.
@@ -82,11 +83,13 @@ def writer(path: str, fps: float, size: tuple[int, int]) -> Iterator[Callable[[n
     images.check(frame)
     if frame.shape[:2] != (height, width):
       raise ValueError(f'{path}: frames are {height}x{width}, got {frame.shape[0]}x{frame.shape[1]}')
-    out.write(cv2.cvtColor(frame, cv2.COLOR_RGB2BGR))
+    bgr = cv2.cvtColor(frame, cv2.COLOR_RGB2BGR)
+    out.write(np.pad(bgr, ((0, height % 2), (0, width % 2), (0, 0)), 'edge') if height % 2 or width % 2 else bgr)
     written += 1
 
   with images.whole(path) as part:
-    out = cv2.VideoWriter(part, cv2.VideoWriter_fourcc(*CODECS[suffix]), fps, (width, height))
+    out = cv2.VideoWriter(part, cv2.VideoWriter_fourcc(*CODECS[suffix]), fps,
+                          (width + width % 2, height + height % 2))
     try:
       if not out.isOpened():
         raise DataError(f'{path}: this OpenCV can\'t write {width}x{height} px as {CODECS[suffix]}; '

@@ -18,8 +18,9 @@ class Connection(NamedTuple):
 def people(position, score, limb, matrix, config) -> list[dict]:
   """Puts the people of one picture together.
 
-  The tree's limbs come first, best score first; a limb joins the fragments of its two ends if they share no kind of
-  keypoint, so two peaks of a kind never end in one person. The redundant limbs then reconnect what is still apart.
+  The tree's limbs come first, from nose and neck outwards; then the redundant ones, best score first, reconnect what is
+  still apart. A limb joins the fragments of its two ends only if they share no kind of keypoint, so two peaks of a kind
+  never end in one person.
 
   Args:
     position: f32[18, K, 2], (y, x) in px of the picture that the network saw.
@@ -72,21 +73,27 @@ def fragments(tree: list[Connection], redundant: list[Connection], score: np.nda
               merge: bool = True) -> list[dict[int, int]]:
   """Groups peaks into sets {keypoint: number} in which every kind occurs at most once.
 
-  Every peak starts as a set of its own and each connection is looked at once, so the work is bounded. With `merge`
-  off, a connection may add a single peak to a set, but not join two sets of several peaks.
+  Every peak starts as a set of its own and each connection is looked at once, so the work is bounded. In the tree every
+  kind is the end of one limb, so matched one to one it never asks to join two sets of several peaks; redundant limbs do,
+  and with `merge` off they may only add single peaks.
+
+  Args:
+    tree: connections, each limb's after those of the limb that leads to it.
+    redundant: connections in any order.
+    score: f32[18, K], 0 = no peak.
+    merge: join sets of several peaks.
   """
   kinds, numbers = np.nonzero(score > 0)
   owner = {peak: {peak[0]: peak[1]} for peak in zip(kinds.tolist(), numbers.tolist())}
-  for group in (tree, redundant):
-    for c in sorted(group, key=lambda c: -c.score):
-      a, b = owner[c.start], owner[c.end]
-      if a is b or a.keys() & b.keys() or not merge and min(len(a), len(b)) > 1:
-        continue
-      if len(a) < len(b):
-        a, b = b, a
-      a.update(b)
-      for peak in b.items():
-        owner[peak] = a
+  for c in tree + sorted(redundant, key=lambda c: -c.score):
+    a, b = owner[c.start], owner[c.end]
+    if a is b or a.keys() & b.keys() or not merge and min(len(a), len(b)) > 1:
+      continue
+    if len(a) < len(b):
+      a, b = b, a
+    a.update(b)
+    for peak in b.items():
+      owner[peak] = a
   return list({id(parts): parts for parts in owner.values()}.values())
 
 

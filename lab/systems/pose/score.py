@@ -94,11 +94,11 @@ def oks(predicted: np.ndarray, truth: np.ndarray, area: np.ndarray, bbox: np.nda
   seen = truth[:, :, 2] > 0                                                             # [G, 17]
   away = np.abs(predicted[:, None, :, :2] - truth[None, :, :, :2])                      # [D, G, 17, 2]
   unlabelled = ~seen.any(1)
-  if bbox is not None and unlabelled.any():
-    x, y, w, h = np.asarray(bbox, np.float64)[unlabelled].T[:, :, None]                 # [U, 1]
-    for axis, low, side in ((0, x, w), (1, y, h)):
-      p = predicted[:, None, :, axis]
-      away[:, unlabelled, :, axis] = np.maximum(0, low - side - p) + np.maximum(0, p - (low + 2 * side))
+  if bbox is not None:
+    low, side = np.split(np.asarray(bbox, np.float64)[:, None], 2, -1)                  # [G, 1, 2]
+    p = predicted[:, None, :, :2]
+    outside = np.maximum(0, low - side - p) + np.maximum(0, p - (low + 2 * side))
+    away = np.where(unlabelled[:, None, None], outside, away)
     seen = seen | unlabelled[:, None]
   spread = 2 * (2 * skeleton.OKS_SIGMAS)**2 * (np.asarray(area, np.float64)[:, None] + np.spacing(1))    # [G, 17]
   near = np.exp(-(away**2).sum(-1) / spread)

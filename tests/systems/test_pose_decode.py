@@ -16,9 +16,10 @@ from lab.systems.pose import assemble, config, decode, draw, score, skeleton, ta
 SIZE, CELLS, STRIDE = 368, 46, 8.0
 COCO = pathlib.Path(__file__).parents[2].parent / 'shared' / 'data' / 'pose' / 'coco2017_subset'
 # (y, x) of a standing figure one high, our order
-FIGURE = np.array([[.08, .5], [.2, .5], [.2, .38], [.36, .34], [.5, .36], [.52, .43], [.74, .42], [.96, .42], [.05, .47],
-                   [.07, .43], [.2, .62], [.36, .66], [.5, .64], [.52, .57], [.74, .58], [.96, .58], [.05, .53],
-                   [.07, .57]])
+FIGURE = np.array([
+    [.08, .50], [.20, .50], [.20, .38], [.36, .34], [.50, .36], [.52, .43],
+    [.74, .42], [.96, .42], [.05, .47], [.07, .43], [.20, .62], [.36, .66],
+    [.50, .64], [.52, .57], [.74, .58], [.96, .58], [.05, .53], [.07, .57]])
 
 
 def options(**changes):
@@ -254,7 +255,8 @@ def test_flipped_maps_merge_to_the_direct_ones():
     direct, flipped = labeller(paf=paf)(keypoints), labeller(paf=paf)(mirrored)
     for a, b in zip(decode.merge_flipped(*direct, *flipped), direct):
       np.testing.assert_allclose(a, b, atol=1e-4)
-  tree = decode.merge_flipped(direct[0][..., :17, :], direct[1][..., :18], flipped[0][..., :17, :], flipped[1][..., :18])
+  small = [a for paf, heatmap in (direct, flipped) for a in (paf[..., :17, :], heatmap[..., :18])]
+  tree = decode.merge_flipped(*small)
   np.testing.assert_allclose(tree[0], direct[0][..., :17, :], atol=1e-4)
 
 

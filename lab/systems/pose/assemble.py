@@ -73,9 +73,9 @@ def fragments(tree: list[Connection], redundant: list[Connection], score: np.nda
               merge: bool = True) -> list[dict[int, int]]:
   """Groups peaks into sets {keypoint: number} in which every kind occurs at most once.
 
-  Every peak starts as a set of its own and each connection is looked at once, so the work is bounded. In the tree every
-  kind is the end of one limb, so matched one to one it never asks to join two sets of several peaks; redundant limbs do,
-  and with `merge` off they may only add single peaks.
+  Every peak starts as a set of its own and each connection is looked at once, so the work is bounded. In the tree
+  every kind is the end of one limb, so matched one to one it never asks to join two sets of several peaks; redundant
+  limbs do, and with `merge` off they may only add single peaks.
 
   Args:
     tree: connections, each limb's after those of the limb that leads to it.

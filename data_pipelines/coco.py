@@ -31,7 +31,7 @@ def builder():
 
   class CocoPose(tfds.core.GeneratorBasedBuilder):
     """Person keypoints in COCO's format."""
-    VERSION = tfds.core.Version('1.0.0')
+    VERSION = tfds.core.Version(VERSION)
     name = NAME
 
     def __init__(self, *, splits=None, **kwargs):
@@ -39,11 +39,12 @@ def builder():
       super().__init__(**kwargs)
 
     def _info(self):
-      rows = {k: tfds.features.Tensor(shape=(None, *shape), dtype=np.dtype(dtype)) for k, (shape, dtype) in PEOPLE.items()}
-      return tfds.core.DatasetInfo(builder=self, description='COCO person keypoints', features=tfds.features.FeaturesDict({
-          'image': tfds.features.Image(shape=(None, None, 3), encoding_format='jpeg'),
-          'ignore': tfds.features.Image(shape=(None, None, 1), encoding_format='png'),
-          'image_id': tfds.features.Scalar(np.int64), 'size': tfds.features.Tensor(shape=(2,), dtype=np.int64), **rows}))
+      kinds = tfds.features
+      rows = {k: kinds.Tensor(shape=(None, *shape), dtype=np.dtype(dtype)) for k, (shape, dtype) in PEOPLE.items()}
+      return tfds.core.DatasetInfo(builder=self, description='COCO person keypoints', features=kinds.FeaturesDict({
+          'image': kinds.Image(shape=(None, None, 3), encoding_format='jpeg'),
+          'ignore': kinds.Image(shape=(None, None, 1), encoding_format='png'),
+          'image_id': kinds.Scalar(np.int64), 'size': kinds.Tensor(shape=(2,), dtype=np.int64), **rows}))
 
     def _split_generators(self, dl_manager):
       return {split: self._generate_examples(split) for split in self.splits}
@@ -114,7 +115,8 @@ def decode(serialized) -> dict:
   """A record, string[] -> its fields, with image u8[H, W, 3] and ignore u8[H, W, 1] (0 or 255)."""
   tf = tensorflow()
   fields = parse(serialized)
-  image = tf.io.decode_jpeg(fields['image'], channels=3, dct_method='INTEGER_FAST')
+  # the accurate transform costs 5 % and gives the pixels that Pillow gives a photograph in prediction
+  image = tf.io.decode_jpeg(fields['image'], channels=3, dct_method='INTEGER_ACCURATE')
   return {**fields, 'image': image, 'ignore': tf.io.decode_png(fields['ignore'], channels=1)}
 
 

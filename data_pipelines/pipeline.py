@@ -256,8 +256,8 @@ class Batches:
     names = '; '.join(f'{place(self.source, self.index, r)}: {why}' for r, why in sorted(found.items()))
     if len(self.bad) > self.config.bad_limit * self.source.size or len(self.bad) == self.source.size:
       raise DataError(f'bad record at step {self.step}: {names}. {len(self.bad)} bad of {self.source.size}, '
-                      f'config.input.bad_limit = {self.config.bad_limit}. Run `python -m data_pipelines.prepare verify` '
-                      'on its folder, or raise the limit to leave bad records out') from None
+                      f'config.input.bad_limit = {self.config.bad_limit}. Run `python -m data_pipelines.prepare '
+                      'verify` on its folder, or raise the limit to leave bad records out') from None
     log.warning('bad record left out (%d so far): %s', len(self.bad), names)
 
 

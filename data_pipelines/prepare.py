@@ -40,7 +40,8 @@ def verify(folder: str) -> int:
 
   Raises DataError where there is no prepared folder.
   """
-  inner = [os.path.dirname(p) for p in sorted(glob.glob(os.path.join(glob.escape(folder), '*', '*', prepared.MANIFEST)))]
+  inside = os.path.join(glob.escape(folder), '*', '*', prepared.MANIFEST)      # NAME/VERSION of an --out_dir
+  inner = [os.path.dirname(p) for p in sorted(glob.glob(inside))]
   here = os.path.exists(os.path.join(folder, prepared.MANIFEST))
   count = 0
   for path in [folder] if here or not inner else inner:

@@ -82,7 +82,8 @@ def _build(builder_class, work: str, splits, shards: int) -> str:
   tfds.disable_progress_bar()                              # we print our own, with an estimate
   builder = builder_class(data_dir=work, splits=splits)
   with contextlib.redirect_stdout(io.StringIO()):          # it would name the folder that is about to be renamed
-    builder.download_and_prepare(download_config=tfds.download.DownloadConfig(try_download_gcs=False, num_shards=shards))
+    how = tfds.download.DownloadConfig(try_download_gcs=False, num_shards=shards)
+    builder.download_and_prepare(download_config=how)
   return str(builder.data_dir)
 
 
@@ -180,7 +181,8 @@ def _payloads(path: str, offsets: list[int], check: Callable[[bytes], str]) -> I
     return tf.data.experimental.from_variant(variant, tf.TensorSpec([], tf.string))
   at = 0
   while at < len(offsets):
-    records = tf.data.Dataset.from_tensors(np.int64(offsets[at])).flat_map(tf.autograph.experimental.do_not_convert(behind))
+    start = tf.data.Dataset.from_tensors(np.int64(offsets[at]))
+    records = start.flat_map(tf.autograph.experimental.do_not_convert(behind))
     try:
       for serialized in records.take(len(offsets) - at):
         wrong = check(serialized.numpy())

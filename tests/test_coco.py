@@ -8,7 +8,7 @@ import zlib
 
 import numpy as np
 import pytest
-from data_pipelines import DataError, coco, coco_raw, pipeline, prepare, prepared
+from data_pipelines import DataError, coco, coco_raw, images, pipeline, prepare, prepared, warp
 from lab import config as core
 from lab.systems.pose import config as pose
 from ml_collections import ConfigDict
@@ -50,7 +50,8 @@ def small(tmp_path_factory):
 
 
 def test_example_shapes_and_types(small):
-  got = {k: (v.shape, v.dtype.name) for k, v in batches(coco.source(small, 'train', IMAGE, AUGMENT, 8, 5), 1)[0].items()}
+  batch, = batches(coco.source(small, 'train', IMAGE, AUGMENT, 8, 5), 1)
+  got = {k: (v.shape, v.dtype.name) for k, v in batch.items()}
   f, i = 'float32', 'int32'
   assert got == {
       'image': ((4, 96, 96, 3), 'uint8'), 'keypoints': ((4, 5, 17, 3), f), 'ignore': ((4, 12, 12), 'uint8'),
@@ -284,6 +285,17 @@ def test_augmentation_never_repeats_and_replays(tmp_path):
   assert len(set(first)) == len(first) == 128 and hashes(4) == first
 
 
+def test_photograph_looks_the_same_to_evaluation_and_prediction(tmp_path, monkeypatch):
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+  image = ConfigDict({'size': 368})
+  batch, = batches(coco.source('sample', 'val', image, None, 8), 1, batch_size=7)
+  for i, number in enumerate(batch['image_id']):
+    square, matrix = warp.letterbox(images.read(SAMPLES / 'val' / f'{number:012d}.jpg'), 368)
+    difference = np.abs(square.astype(int) - batch['image'][i])
+    assert difference.mean() < 0.3 and difference.max() <= 3, (number, difference.mean(), difference.max())
+    np.testing.assert_allclose(matrix, batch['matrix'][i], rtol=1e-6, atol=1e-5)
+
+
 def test_evaluation_has_no_chance(small):
   source = coco.source(small, 'train', IMAGE, None, 8)
   example = source.decode(next(iter(pipeline.tensorflow().data.TFRecordDataset(list(source.read)))))
@@ -325,7 +337,8 @@ def test_samples_are_openly_licensed_and_attributed(tmp_path):
     listed = {i['id'] for i in data['images']}
     assert {a['image_id'] for a in data['annotations']} <= listed
   assert files == {f'{p.parent.name}/{p.name}' for p in SAMPLES.rglob('*.jpg')}
-  assert 'Creative Commons Attribution' in text and sum(p.stat().st_size for p in SAMPLES.rglob('*') if p.is_file()) < 4e6
+  assert 'Creative Commons Attribution' in text
+  assert sum(p.stat().st_size for p in SAMPLES.rglob('*') if p.is_file()) < 4e6
 
 
 def test_samples_prepare_once_and_verify_clean(tmp_path, monkeypatch, capsys):

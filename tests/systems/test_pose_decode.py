@@ -341,7 +341,7 @@ def one_an_island(found, heatmap):
   score_of = np.array(found.score)
   for b, k in np.ndindex(score_of.shape[:2]):
     island, _ = ndimage.label(np.asarray(heatmap[b, :, :, k]) > 0.5)
-    cell = np.clip(np.round(np.asarray(found.position[b, k]) / STRIDE - 0.5).astype(int), 0, CELLS - 1)
+    cell = np.clip(np.round((np.asarray(found.position[b, k]) + 0.5) / STRIDE - 0.5).astype(int), 0, CELLS - 1)
     taken = {0}
     for i in range(score_of.shape[2]):              # hottest first
       at = island[tuple(cell[i])]
@@ -360,9 +360,9 @@ def test_whole_cells_and_islands_are_what_limits_wide_labels():
     def candidates(paf, heatmap):
       found = decoder()(paf, heatmap)
       heat = one_an_island(found, heatmap) if islands else found.score
-      cell = found.position / STRIDE - 0.5
+      cell = (found.position + 0.5) / STRIDE - 0.5
       cell = jnp.round(cell) if whole else cell
-      return decode.Candidates((cell + 0.5) * STRIDE, heat, rescore(paf, cell, heat))
+      return decode.Candidates((cell + 0.5) * STRIDE - 0.5, heat, rescore(paf, cell, heat))
     return candidates
 
   target = config.get_config().target

@@ -111,7 +111,7 @@ def test_mirrored_coordinates_give_mirrored_maps(draw, kind):
 def reference(coco, kind, s):
   """The labels by their definition, in float64, one person, limb and cell after the other."""
   ours = skeleton.from_coco(coco.astype(np.float64))
-  c = (np.arange(N) + 0.5) * STRIDE
+  c = (np.arange(N) + 0.5) * STRIDE - 0.5
   p = np.stack(np.meshgrid(c, c, indexing='ij'), -1)
   b = len(coco)
   heat, field, count = np.zeros((b, N, N, 18)), np.zeros((b, N, N, 24, 2)), np.zeros((b, N, N, 24, 1))

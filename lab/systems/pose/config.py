@@ -68,7 +68,7 @@ def get_config() -> ConfigDict:
       'near_score': 0.05,        # of a limb shorter than a cell where its field is silent; 0 = refuse it
       'matching': 'greedy',      # greedy or hungarian
       'merge': True,             # join fragments without a common part
-      'parts_min': 3,            # of a person
+      'parts_min': 2,            # of a person
       'score_min': 0.2,          # mean part score of a person
       'flip': False,             # average with the mirrored picture
   })

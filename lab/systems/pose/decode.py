@@ -29,7 +29,8 @@ def candidates(paf: Array, heatmap: Array, size: int, config) -> Candidates:
   Args:
     paf: f32[B, N, N, L, 2], part affinity fields, (y, x); L may be 17 (the tree) or 24 (with the redundant limbs).
     heatmap: f32[B, N, N, 18 or 19], the background last where there is one; it is not read.
-    size: px, side of the square picture that the maps cover; cell i lies at (i + 1/2) size / N.
+    size: px, side of the square picture that the maps cover; cell i lies at (i + 1/2) size / N - 1/2, pixel centres being whole
+      numbers.
     config: the section `decode` of a pose configuration.
 
   Values that are not finite count as 0. Cao et al., arXiv 1812.08008, section 3.3; the penalty for long limbs is that
@@ -40,7 +41,7 @@ def candidates(paf: Array, heatmap: Array, size: int, config) -> Candidates:
   stride = size / heatmap.shape[1]
   cell, score = peaks(heatmap, config.peaks, config.peak_min)
   limb = limbs(paf, cell, score, config)
-  return Candidates((cell + 0.5) * stride, score, limb)
+  return Candidates((cell + 0.5) * stride - 0.5, score, limb)
 
 
 def peaks(heatmap: Array, count: int, least: float) -> tuple[Array, Array]:

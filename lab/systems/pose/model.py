@@ -19,10 +19,11 @@ VGG16_7 = (('conv1_1', 64), ('conv1_2', 64), 'pool', ('conv2_1', 128), ('conv2_2
            ('conv3_2', 256), ('conv3_3', 256), 'pool')
 VGG19_10 = (('conv1_1', 64), ('conv1_2', 64), 'pool', ('conv2_1', 128), ('conv2_2', 128), 'pool', ('conv3_1', 256),
             ('conv3_2', 256), ('conv3_3', 256), ('conv3_4', 256), 'pool', ('conv4_1', 512), ('conv4_2', 512))
-# (channels, stride, dilation); dilation widens what a cell sees without more work
-SMALL = ((24, 2, 1), (32, 1, 1), (48, 2, 1), (48, 1, 1), (64, 1, 2), (64, 1, 4))
+# (channels, convolutions) at strides 2, 4, 8, 16, 32; what is deep is small, so most of the weights cost little work
+SMALL = ((24, 1), (48, 2), (96, 2), (128, 2), (160, 2))
 
-STRIDE = {'vgg19_10': 8, 'vgg16_7': 8, 'small': 4}
+STRIDE = {'vgg19_10': 8, 'vgg16_7': 8, 'small': 4}      # px a cell
+MULTIPLE = {'vgg19_10': 8, 'vgg16_7': 8, 'small': 32}   # of which the picture's side is one
 
 # preprocessing -> (channel order, mean, deviation), in units of uint8 pixels and the order after reordering
 PREPROCESS = {
@@ -76,7 +77,6 @@ class Conv(nn.Module):
   dtype: Any
   norm: str = 'none'
   stride: int = 1
-  dilation: int = 1
   prelu: bool = True
 
   @nn.compact
@@ -87,10 +87,10 @@ class Conv(nn.Module):
     kernel = self.param('kernel', init, (self.size, self.size, x.shape[-1], self.features), jnp.float32)
     bias = self.param('bias', nn.initializers.zeros, (self.features,), jnp.float32)
     # padded alike on both sides, as PyTorch and Caffe do; 'SAME' would shift strided convolutions by half a pixel
-    pad = (self.size - 1) * self.dilation // 2
+    pad = (self.size - 1) // 2
     x = jax.lax.conv_general_dilated(
         x.astype(self.dtype), kernel.astype(self.dtype), (self.stride,) * 2, [(pad, pad)] * 2,
-        rhs_dilation=(self.dilation,) * 2, dimension_numbers=('NHWC', 'HWIO', 'NHWC'))
+        dimension_numbers=('NHWC', 'HWIO', 'NHWC'))
     x = x + _channels(bias, x)
     if self.norm == 'group':
       x = nn.GroupNorm(num_groups=math.gcd(8, self.features), dtype=self.dtype, name='norm')(x)
@@ -117,18 +117,32 @@ class VGG(nn.Module):
 
 
 class Small(nn.Module):
-  """Six convolutions for training from scratch on a CPU: f32[B, S, S, 3] -> [B, S / 4, S / 4, feature]."""
+  """A feature pyramid for training from scratch on a CPU: f32[B, S, S, 3] -> [B, S / 4, S / 4, feature].
+
+  Convolutions down to stride 32, and back up to stride 4 by adding (Lin et al. 2017, arXiv 1612.03144): a cell sees the
+  whole picture. S is a multiple of 32.
+  """
   feature: int
   norm: str
   dtype: Any
 
   @nn.compact
   def __call__(self, x):
-    last = len(SMALL) - 1
-    for i, (channels, step, dilation) in enumerate(SMALL):
-      channels = self.feature if i == last else channels
-      x = Conv(channels, 3, self.dtype, self.norm, step, dilation, name=f'conv{i + 1}')(x)
-    return x
+    levels = []
+    for i, (channels, count) in enumerate(SMALL):
+      for j in range(count):
+        x = Conv(channels, 3, self.dtype, self.norm, stride=2 if j == 0 else 1, name=f'down{i + 1}_{j + 1}')(x)
+      levels.append(x)
+    up = None
+    for i in range(len(SMALL) - 1, 0, -1):
+      side = Conv(self.feature, 1, self.dtype, self.norm, name=f'side{i + 1}')(levels[i])
+      up = side if up is None else side + _double(up)
+    return Conv(self.feature, 3, self.dtype, self.norm, name='out')(up)
+
+
+def _double(x: jax.Array) -> jax.Array:
+  """Each cell four times: [B, H, W, C] -> [B, 2 H, 2 W, C]."""
+  return jnp.repeat(jnp.repeat(x, 2, 1), 2, 2)
 
 
 def _halve(x: jax.Array) -> jax.Array:

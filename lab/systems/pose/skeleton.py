@@ -101,13 +101,13 @@ def to_coco(keypoints):
 
 
 def mirror(keypoints, width: float):
-  """The keypoints f32[..., 18, 3] (y, x, v) of the mirrored picture: x -> width - x, right and left exchanged.
+  """The keypoints f32[..., 18, 3] (y, x, v) of the mirrored picture: x -> width - 1 - x, right and left exchanged.
 
-  Coordinates are continuous: pixel j covers [j, j + 1). Unlabelled keypoints stay zeros.
+  Pixel centres are whole numbers. Unlabelled keypoints stay zeros.
   """
   xp = keypoints.__array_namespace__()
   y, x, v = (keypoints[..., KEYPOINT_MIRROR, i] for i in range(3))
-  return xp.stack([y, xp.where(v > 0, width - x, 0), v], -1).astype(keypoints.dtype)
+  return xp.stack([y, xp.where(v > 0, width - 1 - x, 0), v], -1).astype(keypoints.dtype)
 
 
 def mirror_maps(heatmap, paf):

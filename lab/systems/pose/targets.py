@@ -28,8 +28,8 @@ class Targets(NamedTuple):
 
 
 def cell_centres(cells: int, stride_px: float) -> jax.Array:
-  """f32[N], px: cell i covers pixels [i * stride, (i + 1) * stride)."""
-  return (jnp.arange(cells, dtype=jnp.float32) + 0.5) * stride_px
+  """f32[N], px: cell i covers the pixels i * stride to (i + 1) * stride - 1, whose centres are whole numbers."""
+  return (jnp.arange(cells, dtype=jnp.float32) + 0.5) * stride_px - 0.5
 
 
 def make(keypoints: jax.Array, ignore: jax.Array, stride_px: float, target) -> Targets:

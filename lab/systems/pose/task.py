@@ -73,9 +73,9 @@ def check(config) -> None:
   choice(config, 'decode.matching', ('greedy', 'hungarian'))
   for key in ('train', 'eval'):
     choice(config, f'data.{key}', ('train', 'val'))
-  if config.image.size % model.stride(config) or config.image.size < 1:
-    raise ConfigError(f'config.image.size = {config.image.size}: expected a multiple of the stride of '
-                      f'{config.model.backbone}, {model.stride(config)}')
+  multiple = model.MULTIPLE[config.model.backbone]
+  if config.image.size % multiple or config.image.size < 1:
+    raise ConfigError(f'config.image.size = {config.image.size}: {config.model.backbone} takes multiples of {multiple}')
   for key in ('paf_stages', 'heatmap_stages', 'blocks'):
     if config.model[key] < 1:
       raise ConfigError(f'config.model.{key} = {config.model[key]}: expected at least 1')

@@ -151,7 +151,7 @@ def source(folder: str, split: str, image, augment, stride: int, people: int = 3
     ignore     u8[N, N]         1: unlabelled people or a crowd cover over 1 % of the cell
     person     f32[people]      1: the row is used; people with joints first, then the larger first
     truth      f32[people, 17, 3], boxes f32[people, 4] (x, y, w, h), areas f32[people]: in original pixels, as COCO
-    crowd      f32[people], num i32[people] (labelled joints), ann_id i64[people]
+    crowd      f32[people], num i32[people] (labelled joints)
     matrix     f32[2, 3]        maps (x, y, 1) of `image` to original pixels
     size       i32[2]           original height, width;  image_id i32[]
 
@@ -200,7 +200,7 @@ def _example(size: int, stride: int, people: int, augment, fields: dict, seed) -
       'image': warp.to_bytes(image), 'keypoints': warp.joints(rows['keypoints'], where, size, drawn.mirror),
       'ignore': warp.cells(fields['ignore'], where, size, stride),
       'person': f32(tf.range(people) < used), 'truth': rows['keypoints'], 'boxes': rows['boxes'],
-      'areas': rows['areas'], 'crowd': f32(rows['crowd']), 'num': i32(rows['num']), 'ann_id': rows['ann_id'],
+      'areas': rows['areas'], 'crowd': f32(rows['crowd']), 'num': i32(rows['num']),
       'matrix': f32(where.to_original), 'size': i32(fields['size']), 'image_id': i32(fields['image_id'])}
 
 

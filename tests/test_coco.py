@@ -56,7 +56,7 @@ def test_example_shapes_and_types(small):
   assert got == {
       'image': ((4, 96, 96, 3), 'uint8'), 'keypoints': ((4, 5, 17, 3), f), 'ignore': ((4, 12, 12), 'uint8'),
       'person': ((4, 5), f), 'truth': ((4, 5, 17, 3), f), 'boxes': ((4, 5, 4), f), 'areas': ((4, 5), f),
-      'crowd': ((4, 5), f), 'num': ((4, 5), i), 'ann_id': ((4, 5), 'int64'), 'matrix': ((4, 2, 3), f),
+      'crowd': ((4, 5), f), 'num': ((4, 5), i), 'matrix': ((4, 2, 3), f),
       'size': ((4, 2), i), 'image_id': ((4,), i), 'mask': ((4,), f), 'record': ((4,), i)}
 
 
@@ -68,7 +68,7 @@ def test_record_keeps_what_coco_says(tmp_path):
   raw.add(coco_fixture.noise(64, 96), [{'area': 50.0}, {'joints': joints, 'area': 30.0, 'bbox': (1, 2, 3.5, 4)},
                                        {'joints': joints, 'area': 90.0}, {'iscrowd': 1, 'area': 40.0}])
   e = one(raw, tmp_path / 'out', people=6)
-  assert e['person'].tolist() == [1, 1, 1, 1, 0, 0] and e['ann_id'].tolist() == [3, 2, 1, 4, 0, 0]
+  assert e['person'].tolist() == [1, 1, 1, 1, 0, 0]
   assert e['areas'].tolist() == [90, 30, 50, 40, 0, 0] and e['num'].tolist() == [16, 16, 0, 0, 0, 0]
   assert e['crowd'].tolist() == [0, 0, 0, 1, 0, 0] and e['boxes'][1].tolist() == [1, 2, 3.5, 4]
   assert (e['truth'][0] == joints).all() and e['size'].tolist() == [64, 96] and e['image_id'] == 1

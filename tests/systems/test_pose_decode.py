@@ -142,7 +142,7 @@ def test_plateaus_give_one_peak_and_flat_maps_no_nan():
 @pytest.mark.parametrize('matching', ['greedy', 'hungarian'])
 def test_coincident_candidates_change_nobody_else(matching):
   keypoints = stand((20, 10, 200), (100, 190, 220))
-  plain = gather(*labeller()(keypoints), matching=matching)
+  plain = gather(*labeller()(keypoints), matching=matching, parts_min=3)
   alike(plain, keypoints)
   wrist, elbow = skeleton.KEYPOINTS.index('right_wrist'), skeleton.KEYPOINTS.index('right_elbow')
   paf, heatmap = (np.array(a) for a in labeller()(keypoints))
@@ -150,7 +150,7 @@ def test_coincident_candidates_change_nobody_else(matching):
   blob = np.exp(-((np.arange(10) - 4.5)[:, None]**2 + (np.arange(10) - 4.6)**2) / 2)
   for k in (wrist, elbow):
     heatmap[(*at, k)] = blob
-  odd = gather(paf, heatmap, matching=matching)
+  odd = gather(paf, heatmap, matching=matching, parts_min=3)     # the blobs themselves make a pair
   assert len(odd) == 2 and all(np.isfinite(p['score']) for p in odd)
   for a, b in zip(plain, odd):
     np.testing.assert_array_equal(a['keypoints'], b['keypoints'])
@@ -250,7 +250,7 @@ def test_people_in_original_pixels_and_pruned():
 def test_flipped_maps_merge_to_the_direct_ones():
   keypoints = stand((30, 40, 250), (150, 180, 180))
   mirrored = keypoints[:, :, skeleton.COCO_MIRROR].copy()
-  mirrored[..., 0] = np.where(mirrored[..., 2] > 0, SIZE - mirrored[..., 0], 0)
+  mirrored[..., 0] = np.where(mirrored[..., 2] > 0, SIZE - 1 - mirrored[..., 0], 0)
   for paf in ('hard', 'gaussian'):
     direct, flipped = labeller(paf=paf)(keypoints), labeller(paf=paf)(mirrored)
     for a, b in zip(decode.merge_flipped(*direct, *flipped), direct):
@@ -321,19 +321,11 @@ coco = pytest.mark.skipif(not COCO.is_dir(), reason=f'needs the COCO photographs
 
 
 @coco
-@pytest.mark.parametrize('cells, redundant, width, least, least_of_two',
-                         [(46, False, 8.0, .74, .74), (46, True, 8.0, .83, .84), (92, True, 4.0, .85, .87)])
-def test_perfect_labels_come_back(cells, redundant, width, least, least_of_two):
-  maps = labeller(cells, redundant, 'hard', width)
-  found = {}
-  def once(paf, heatmap):      # decoded once, assembled twice
-    return found.setdefault(len(found), decoder()(paf, heatmap))
-  three = oracle(maps, once)
-  kept = iter(list(found.values()))
-  two = oracle(lambda k: (None, None), lambda *_: next(kept), parts_min=2)
-  print(f'\noracle {cells}x{cells}, {24 if redundant else 17} limbs: AP {three:.3f}, {two:.3f} with parts_min 2',
-        file=sys.stderr)
-  assert three >= least and two >= least_of_two
+@pytest.mark.parametrize('cells, redundant, width, least', [(46, False, 8.0, .74), (46, True, 8.0, .84), (92, True, 4.0, .87)])
+def test_perfect_labels_come_back(cells, redundant, width, least):
+  found = oracle(labeller(cells, redundant, 'hard', width), decoder())
+  print(f'\noracle {cells}x{cells}, {24 if redundant else 17} limbs: AP {found:.3f}', file=sys.stderr)
+  assert found >= least
 
 
 def one_an_island(found, heatmap):

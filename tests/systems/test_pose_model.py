@@ -61,8 +61,6 @@ def test_published_sizes():
   vgg16 = config.get_config().model
   vgg16.update(backbone='vgg16_7', feature=256, head_first=512)
   assert count(model.make(vgg16, 17, 18), 368) == pytest.approx(22.0e6, rel=0.005)
-  scratch = settings(paf_stages=2, width_first=24, width=24, blocks=3, head_first=64, head=64, feature=64)
-  assert 0.2e6 < count(model.make(scratch, 24, 19), 96) < 0.4e6
 
 
 @pytest.mark.parametrize('backbone,side,cells', [('vgg19_10', 368, 46), ('vgg16_7', 368, 46), ('small', 96, 24)])

@@ -89,7 +89,7 @@ def test_mirrored_twice_is_identity_and_sides_are_exchanged():
     assert skeleton.COCO_MIRROR[i] == j
     there = coco[..., j, 2] > 0
     np.testing.assert_array_equal(back[..., i, 2], coco[..., j, 2])
-    np.testing.assert_array_equal(back[..., i, 0], np.where(there, SIDE - coco[..., j, 0], 0))
+    np.testing.assert_array_equal(back[..., i, 0], np.where(there, SIDE - 1 - coco[..., j, 0], 0))
 
 
 @pytest.mark.parametrize('kind', ['hard', 'gaussian'])

@@ -94,7 +94,7 @@ def records(options, outputs, batch):
     record = {'image_id': int(image_id), 'size': batch['size'][i].tolist(), 'people': people}
     if 'truth' in batch:
       record['truth'] = [
-          {'id': int(batch['ann_id'][i][j]), 'keypoints': batch['truth'][i][j].ravel().tolist(),
+          {'id': int(j), 'keypoints': batch['truth'][i][j].ravel().tolist(),
            'num_keypoints': int(batch['num'][i][j]), 'area': float(batch['areas'][i][j]),
            'bbox': batch['boxes'][i][j].tolist(), 'iscrowd': int(batch['crowd'][i][j])}
           for j in np.flatnonzero(batch['person'][i])]

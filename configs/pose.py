@@ -20,18 +20,18 @@ def get_config(variant: str = '') -> ConfigDict:
   config.data.eval = 'train'          # the sample is there to be learnt by heart: scored on what it is trained on
   config.image.size = 192
   config.augment.on = False
-  config.model.update({'backbone': 'small', 'dtype': 'float32', 'paf_stages': 2, 'heatmap_stages': 1, 'blocks': 3,
-                       'width_first': 24, 'width': 24, 'head_first': 64, 'head': 64, 'feature': 64})
+  config.model.update({'backbone': 'small', 'dtype': 'float32', 'paf_stages': 1, 'heatmap_stages': 1, 'blocks': 1,
+                       'width_first': 32, 'width': 32, 'head_first': 64, 'head': 64, 'feature': 64})
   config.target.update({'sigma_px': 4.0, 'paf_width_px': 4.0})
-  config.total_steps = 600
-  config.input.update({'batch_size': 8, 'eval_batch_size': 8})
+  config.total_steps = 1600
+  config.input.update({'batch_size': 4, 'eval_batch_size': 8})
   config.optim.update({'learning_rate': 2e-3, 'warmup_steps': 30})
-  config.eval_steps = 200
-  config.checkpoint.steps = 200
+  config.log_steps = 20
+  config.eval_steps = config.checkpoint.steps = 400
   if variant == 'smoke':
     config.image.size = 64
     config.total_steps = 12
-    config.model.update({'blocks': 1, 'paf_stages': 1, 'width_first': 8, 'width': 8, 'head_first': 8, 'head': 8, 'feature': 8})
+    config.model.update({'width_first': 8, 'width': 8, 'head_first': 8, 'head': 8, 'feature': 8})
     config.optim.warmup_steps = 2
     config.input.update({'batch_size': 4, 'eval_batch_size': 8})
     config.log_steps = 1

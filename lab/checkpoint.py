@@ -320,13 +320,14 @@ def _changed(old: Mapping, new) -> str:
 
 # grafting
 
-def graft(params: Any, source: str, only: str = '.*') -> Any:
+def graft(params: Any, source: str, only: str = '.*', config=None) -> Any:
   """Fills parameters [any tree of arrays] from another run, `path[:best|latest|STEP]`, or a .safetensors file.
 
   Arrays are taken by equal path and shape, if `only` is found in the path. Every array is listed as taken, fresh (not
-  there, or not wanted) or mismatched (other shape). Raises CheckpointError where nothing can be taken.
+  there, or not wanted) or mismatched (other shape). Raises CheckpointError where nothing can be taken, and where a
+  .safetensors file says in its metadata that it needs another value of a key in config.model (preprocess, backbone).
   """
-  there = _safetensors(source) if source.endswith('.safetensors') else _run_weights(source)
+  there = _safetensors(source, config) if source.endswith('.safetensors') else _run_weights(source)
   taken, fresh, mismatched, out = [], [], [], []
   for path, x in paths(params):
     new = there.get(path)
@@ -366,15 +367,20 @@ def _run_weights(source):
   return dict(paths(reader.restore(folder, restore_args=args)))
 
 
-def _safetensors(source):
-  from safetensors import SafetensorError
-  from safetensors.numpy import load_file
+def _safetensors(source, config):
+  from safetensors import SafetensorError, safe_open
   if not os.path.isfile(source):
     raise CheckpointError(f'init_from = {source}: no such file{_nearby(source)}')
   try:
-    return load_file(source)
+    with safe_open(source, 'numpy') as f:
+      needs, arrays = f.metadata() or {}, {k: f.get_tensor(k) for k in f.keys()}
   except SafetensorError as e:
     raise CheckpointError(f'init_from = {source}: not a safetensors file: {e}') from None
+  has = config.model if config is not None and 'model' in config else {}
+  for key, value in needs.items():
+    if key in has and str(has[key]) != value:
+      raise CheckpointError(f'init_from = {source}: its weights need config.model.{key} = {value!r}, not {has[key]!r}')
+  return arrays
 
 
 def _nearby(path):

@@ -22,7 +22,7 @@ def make(task: Task, config, mesh) -> Callable[[Any, Any], tuple[Scalars, dict]]
 
   def run(params, stats):
     totals, pictures, records = {}, {}, []
-    batches.step = 0
+    batches.step, progress = 0, logs.Progress('evaluating', batches.steps)
     for i, batch in enumerate(batches):
       placed = meshes.place(mesh, batch, size)
       sums = jax.device_get(measure(params, stats, placed))
@@ -36,6 +36,7 @@ def make(task: Task, config, mesh) -> Callable[[Any, Any], tuple[Scalars, dict]]
           pictures.update(itertools.islice(drawn, config.eval_pictures - len(pictures)))
         if task.score:
           records += task.records(outputs, batch)
+      progress(i + 1)
     examples = totals.pop('examples')[0]
     scalars = {'examples': examples, **task.finish(totals)}
     if batches.bad:

@@ -121,6 +121,19 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+class Progress:
+  """A line every ten seconds for work of a known number of batches, with the time to its end."""
+
+  def __init__(self, what: str, total: int):
+    self.what, self.total, self.began, self.told = what, total, time.monotonic(), time.monotonic()
+
+  def __call__(self, done: int) -> None:
+    now = time.monotonic()
+    if now - self.told >= 10 and done < self.total:
+      self.told = now
+      say(f'{self.what}: batch {done}/{self.total}  ETA {duration((now - self.began) / done * (self.total - done))}')
+
+
 def duration(seconds: float) -> str:
   """3700.0 -> '1h01m'."""
   s = int(round(seconds))

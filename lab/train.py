@@ -108,7 +108,7 @@ def start(task, tx, config, like, spec, checkpoints) -> TrainState:
   layout = jax.tree.map(lambda x: x.sharding, like)
   state = jax.jit(initial(task, tx, config, spec), out_shardings=layout)()
   if config.init_from:
-    params = graft(state.params, config.init_from, config.init_only)
+    params = graft(state.params, config.init_from, config.init_only, config)
     ema = jax.tree.map(jnp.copy, params) if config.optim.ema else {}
     state = state._replace(params=params, opt=state.opt._replace(ema=ema))
   return state

@@ -7,6 +7,7 @@ import shutil
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -263,6 +264,10 @@ def test_graft_from_safetensors(fresh, tmp_path):
   save_file({'dense/bias': np.arange(8, dtype=np.float32)}, str(tmp_path / 'w.safetensors'))
   got = checkpoint.graft(fresh, str(tmp_path / 'w.safetensors'))
   np.testing.assert_array_equal(got['dense']['bias'], np.arange(8))
+  save_file({'dense/bias': np.zeros(8, np.float32)}, str(tmp_path / 'w.safetensors'), {'preprocess': 'caffe'})
+  config = ml_collections.ConfigDict({'model': {'preprocess': 'imagenet'}})
+  with pytest.raises(CheckpointError, match="need config.model.preprocess = 'caffe', not 'imagenet'"):
+    checkpoint.graft(fresh, str(tmp_path / 'w.safetensors'), config=config)
 
 
 def test_split_and_join_are_inverse(state):

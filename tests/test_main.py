@@ -1,0 +1,90 @@
+"""The command line: what is wrong is said in one line, early, with the exit code that belongs to it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from lab import config as core, main, mesh as meshes
+from lab.task import ConfigError
+from tests import toy
+from tests.conftest import ROOT
+
+
+def message(capsys, *arguments):
+  code = main.main(['lab', *arguments])
+  return code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize('argument, said', [
+    ('--config.learning_rte=1', 'did you mean --config.optim.learning_rate?'),
+    ('--config.model.learning_rate=1', 'did you mean --config.optim.learning_rate?'),       # the wrong section
+    ('--config.optim.warmup-steps=1', 'did you mean --config.optim.warmup_steps?'),
+    ('--config.totl_steps=5', 'did you mean --config.total_steps?'),
+    ('--config.input.batch_size=ten', 'expected int, such as 8'),
+    ('--config.input.batch_size=1.5', 'expected int, such as 8'),
+    ('--config.input.cache=3', 'expected bool, such as True'),
+    ("--config.optim.learning_rate=__import__('os').system('true')", 'expected float, such as 0.001'),
+    ('--config.input.batch_size=0', 'config.input.batch_size = 0: expected at least 1'),
+    ('--config.optim.name=adma', "expected one of 'adamw', 'sgd'"),
+    ('--config.platform=abacus', "expected one of '', 'cpu', 'gpu', 'tpu'"),
+    ('--config.task=tests.tyo', 'no such module'),
+    ('--mode=trian', 'train'),
+    ('stray', "unknown argument 'stray'"),
+])
+def test_a_wrong_configuration_is_one_line_and_code_2(capsys, tmp_path, monkeypatch, argument, said):
+  monkeypatch.setattr(meshes, 'start', lambda *a: pytest.fail('a device was touched'))
+  monkeypatch.chdir(ROOT)
+  workdir = tmp_path / 'run'
+  code, err = message(capsys, '--config=tests/toy.py', f'--workdir={workdir}', argument)
+  assert code == 2 and said in err and err.startswith('error: ') and err.count('\n') == 1
+  assert not workdir.exists()
+
+
+def test_what_is_missing_is_said(capsys, tmp_path, monkeypatch):
+  monkeypatch.chdir(ROOT)
+  assert '--config is missing' in message(capsys, f'--workdir={tmp_path}')[1]
+  code, err = message(capsys, '--config=configs/psoe.py', f'--workdir={tmp_path}')
+  assert code == 2 and 'did you mean configs/pose.py?' in err
+  assert '--workdir is missing' in message(capsys, '--config=tests/toy.py', '--workdir=')[1]
+  assert '--input' in message(capsys, '--config=tests/toy.py', f'--workdir={tmp_path}', '--mode=predict', '--input=')[1]
+  code, err = message(capsys, '--config=tests/toy.py', f'--workdir={tmp_path}/none', '--mode=eval')
+  assert code == 5 and 'no such folder' in err
+  assert not os.path.exists(tmp_path / 'none')
+
+
+def test_values_take_the_type_of_the_default():
+  config = toy.get_config()
+  config.numbers, config.name = (0.9, 0.99), ''
+  rest = core.override(config, ['lab', '--config.optim.learning_rate=1', '--config.name=a=b', '--config.numbers=(0.5,1)',
+                                '--config.optim.ema=None', '--config.input.cache', 'false', '--other=3'])
+  assert rest == ['lab', '--other=3']
+  assert (config.optim.learning_rate, config.name, config.numbers) == (1.0, 'a=b', (0.5, 1))
+  assert isinstance(config.optim.learning_rate, float) and config.optim.ema == 0.0 and config.input.cache is False
+  with pytest.raises(ConfigError, match='a value is missing'):
+    core.override(config, ['--config.seed'])
+
+
+def test_an_explicit_platform_that_is_missing_ends_at_once(lab, tmp_path):
+  output, _ = (process := lab(f'--workdir={tmp_path}/run', '--config.platform=gpu')).communicate(timeout=120)
+  assert process.returncode == 2, output
+  assert "config.platform = 'gpu'" in output and 'cpu' in output.lower() and 'lock file' in output
+  assert not (tmp_path / 'run').exists()
+
+
+def test_a_configuration_error_takes_no_tensorflow_and_no_device(tmp_path):
+  code = ('import sys; from lab import main; code = main.main(["lab", "--config=configs/pose.py", "--workdir=x", '
+          '"--config.model.backbon=vgg"]); assert not any(m.split(".")[0] in ("tensorflow", "orbax", "clu", "cv2") '
+          'for m in sys.modules), "heavy imports"; import jax; assert not jax._src.xla_bridge._backends; sys.exit(code)')
+  done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+  assert done.returncode == 2, done.stderr
+  assert 'did you mean --config.model.backbone?' in done.stderr
+
+
+@pytest.mark.parametrize('error, code', [
+    (ConfigError('x'), 2), (meshes.DistributedError('x'), 7), (meshes.Preempted('x'), 75), (MemoryError(), 6),
+    (RuntimeError('RESOURCE_EXHAUSTED: Out of memory allocating'), 6), (ValueError('x'), None)])
+def test_exit_codes(error, code, capsys):
+  assert main._exit_code(error) == code
+  assert code != 6 or 'batch_size' in capsys.readouterr().err

@@ -22,7 +22,10 @@ def run(task: Task, config, workdir: str, which: str, source: str, output: str) 
     raise ConfigError(f'{config.task} has no --mode=predict')
   if jax.process_count() > 1:
     raise ConfigError('--mode=predict runs as one process')
-  os.makedirs(output, exist_ok=True)
+  try:
+    os.makedirs(output, exist_ok=True)
+  except OSError as e:
+    raise DataError(f'--output={output}: {e.strerror}; name a folder that can be written') from None
   stream, seen = task.inputs(source, output, lambda: meshes.preempted(0)), []
   for batch in stream:
     seen.append(batch)

@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import struct
-from typing import Any, Callable, Iterator, Mapping, NamedTuple
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 
 import numpy as np
 
@@ -107,11 +107,17 @@ def scan(source: Source) -> Index:
   return Index(np.array(file, np.int32), np.array(offset, np.int64))
 
 
-def fingerprint(source: Source) -> str:
-  """A short hash of a split's shard names, sizes and record count: equal for equal data sets."""
+def fingerprint(source: Source, index: Index) -> str:
+  """A short hash of a split's records, made of the checksums that lie behind each: equal for equal data sets."""
   tf = tensorflow()
-  text = [(os.path.basename(p), tf.io.gfile.stat(p).length) for p in source.read]
-  return hashlib.sha256(repr((text, source.size)).encode()).hexdigest()[:16]
+  found = hashlib.sha256()
+  for i, path in enumerate(source.read):
+    starts = index.offset[index.file == i][1:]
+    with tf.io.gfile.GFile(path, 'rb') as f:
+      for end in [*starts.tolist(), tf.io.gfile.stat(path).length]:
+        f.seek(end - 4)
+        found.update(f.read(4))
+  return found.hexdigest()[:16]
 
 
 def place(source: Source, index: Index, record: int) -> str:
@@ -138,17 +144,17 @@ def _shuffled(tf, n, seed, size):
 class Batches:
   """Batches of one split as NumPy arrays, with 'mask' f32[rows] and 'record' i32[rows] added.
 
-  Training (`train=True`): endless, from `start` on, in the order of (seed, epoch). Evaluation: every record once,
-  in order; the last batch is filled up with record 0 under mask 0.
+  `rows` of the global batch are made, those that this process feeds. Training (`train=True`): endless, from `start`
+  on, in the order of (seed, epoch). Evaluation: every record once, in order; the last batch is filled up under mask 0.
 
   Attributes:
     bad: records that could not be read or decoded so far. They stay in their place under mask 0; more than
       config.bad_limit * size of them raise DataError (0: the first one does).
   """
 
-  def __init__(self, source: Source, config, batch_size: int, rows: tuple[int, int], *, train: bool,
+  def __init__(self, source: Source, config, batch_size: int, rows: Sequence[int], *, train: bool,
                seed: int = 0, start: int = 0):
-    self.source, self.config, self.batch_size, self.rows = source, config, batch_size, rows
+    self.source, self.config, self.batch_size, self.rows = source, config, batch_size, sorted(rows)
     self.train, self.seed, self.step = train, seed, start
     self.index = scan(source)
     self.bad: list[int] = []
@@ -175,7 +181,7 @@ class Batches:
 
   def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
     tf = tensorflow()
-    broken = (tf.errors.DataLossError, tf.errors.InvalidArgumentError, tf.errors.NotFoundError)
+    broken = (tf.errors.DataLossError, tf.errors.InvalidArgumentError)
     while self.train or self.step < self.steps:
       try:
         for batch in self._dataset(tf):
@@ -184,19 +190,22 @@ class Batches:
         return
       except broken as e:
         self._isolate(tf, e)        # then go on at the same step, without the bad records
+      except tf.errors.OpError as e:
+        folder = os.path.dirname(self.source.read[0])
+        raise DataError(f'batch {self.step} of {folder} can\'t be read: {_reason(e)}') from e
 
   def _dataset(self, tf):
     """The tf.data pipeline from self.step on."""
-    lo, hi = self.rows
     first, last = self.step * self.batch_size, (1 << 62 if self.train else self.steps * self.batch_size)
     numbers = tf.data.Dataset.range(first, last)
-    if (lo, hi) != (0, self.batch_size):
-      numbers = numbers.filter(lambda n: (n % self.batch_size >= lo) & (n % self.batch_size < hi))
+    if len(self.rows) < self.batch_size:
+      ours = tf.constant(np.isin(np.arange(self.batch_size), self.rows))
+      numbers = numbers.filter(lambda n: tf.gather(ours, n % self.batch_size))
     threads = self.config.threads or os.cpu_count()
     plain = tf.autograph.experimental.do_not_convert     # TensorFlow ops as they stand, no Python rewritten
     ds = self._bytes(tf, numbers.map(plain(self._pick)))
     ds = ds.map(plain(self._example), num_parallel_calls=threads, deterministic=True)
-    ds = ds.batch(hi - lo, drop_remainder=True).prefetch(self.config.prefetch)
+    ds = ds.batch(len(self.rows), drop_remainder=True).prefetch(self.config.prefetch)
     options = tf.data.Options()
     options.deterministic = True
     options.threading.private_threadpool_size = threads
@@ -279,8 +288,7 @@ def _cache(source: Source, index: Index):
   try:
     return tf.data.TFRecordDataset(list(source.read)).batch(source.size).get_single_element()
   except tf.errors.DataLossError as e:
-    log.warning('%s: %s; records are read one by one instead of from RAM',
-                                      os.path.dirname(source.read[0]), _reason(e))
+    log.warning('%s: %s; records are read one by one instead of from RAM', os.path.dirname(source.read[0]), _reason(e))
     return None
 
 

@@ -125,6 +125,7 @@ def find(folder: str, name: str, version: str) -> str | None:
 
 
 def sha256(path: str) -> str:
+  """The SHA-256 of a file, in hexadecimal."""
   with open(path, 'rb') as f:
     return hashlib.file_digest(f, 'sha256').hexdigest()
 

@@ -1,4 +1,4 @@
-"""Orbax's door: save, resume exactly, restore weights, graft pretrained ones.
+"""Orbax's door: save, resume exactly, restore weights.
 
   workdir/checkpoints/<step>/   params  ema  stats  opt  meta
 A step exists once Orbax has renamed its folder, which is its last act: a kill at any moment leaves the step before.
@@ -8,7 +8,7 @@ array, compared at each restore. Nothing in a checkpoint is code.
 
 import contextlib
 import fcntl
-import functools
+import glob
 import hashlib
 import importlib.metadata
 import json
@@ -37,6 +37,10 @@ class CheckpointError(Exception):
   exit_code = 5
 
 
+class Foreign(CheckpointError):
+  """A checkpoint of another task or network."""
+
+
 class DiskFull(Exception):
   """No room for the next checkpoint; the one before it is safe."""
   exit_code = 6
@@ -55,7 +59,8 @@ def claim(workdir: str):
     with f:
       f.seek(0)
       holder = f.read().strip() or '?'
-    raise CheckpointError(f'--workdir={workdir} is in use by process {holder}; choose another workdir or wait for it') from None
+    raise CheckpointError(f'--workdir={workdir} is in use by process {holder}; choose another workdir or wait for it'
+                          ) from None
   f.truncate(0)
   f.write(str(os.getpid()))
   f.flush()
@@ -84,8 +89,7 @@ def checksums(state: Any) -> dict[str, list[int]]:
 
 def digest(state: Any) -> str:
   """One hash over names, types, shapes and contents of all arrays: equal digests are equal states."""
-  shapes = {p: [x.dtype.name, *x.shape] for p, x in paths(state)}
-  return hashlib.sha256(json.dumps([shapes, checksums(state)], sort_keys=True).encode()).hexdigest()[:16]
+  return hashlib.sha256(json.dumps(described(state), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def split(state: TrainState) -> dict[str, Any]:
@@ -106,8 +110,11 @@ class Checkpoints:
   """The checkpoints of one workdir. The disk is asked each time: nothing about it is remembered."""
 
   def __init__(self, workdir: str, config=None, data: str = ''):
+    if '://' in workdir:
+      raise CheckpointError(f'--workdir={workdir}: only local folders so far; mount the bucket')
     self.folder = os.path.abspath(os.path.join(workdir, 'checkpoints'))
     self.config, self.data, self.failures, self.writing = config, data, 0, None
+    self.notes: dict[str, Any] = {}      # what else a run wants back at its next start; JSON-able
     self.orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
     self.reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler())    # does not wait for a write in progress
 
@@ -122,20 +129,46 @@ class Checkpoints:
         os.path.join(self.folder, n, 'meta', 'metadata')))
 
   def meta(self, step: int) -> dict[str, Any]:
-    """What a step says of itself: config, versions, data, scores, checksums."""
-    return self.reader.restore(self.path(step), args=ocp.args.Composite(meta=ocp.args.JsonRestore()))['meta']
+    """What a step says of itself: config, versions, data, scores, notes, arrays (type, shape and checksum of each).
+
+    Plain JSON, read without Orbax: any machine and any single process can. Raises CheckpointError if it is broken.
+    """
+    try:
+      with open(os.path.join(self.path(step), 'meta', 'metadata'), encoding='utf-8') as f:
+        meta = json.load(f)
+      return meta if meta['arrays'] is not None else {}
+    except (OSError, ValueError, KeyError, TypeError) as e:
+      raise CheckpointError(f'{self.path(step)}: its description is broken: {e!r}') from None
 
   def best(self, name: str) -> int | None:
     """The step with the best value of metric `name` ('AP', or '-loss' where less is better); None if none has it."""
     sign, key = (-1, name[1:]) if name.startswith('-') else (1, name)
-    scores = {s: self.meta(s)['scores'] for s in self.steps()} if name else {}
+    scores = {}
+    for step in self.steps() if name else ():
+      try:
+        scores[step] = self.meta(step)['scores']
+      except CheckpointError as e:
+        log.warning('%s', e)
     return max(((sign * v[key], s) for s, v in scores.items() if key in v), default=(0, None))[1]
 
   def clean(self) -> None:
-    """Removes what an interrupted save or removal left; one process does it."""
-    for name in os.listdir(self.folder) if os.path.isdir(self.folder) else []:
+    """Removes what an interrupted save or removal left. Raises CheckpointError where steps are there, none complete."""
+    names = os.listdir(self.folder) if os.path.isdir(self.folder) else []
+    torn = sorted(int(n) for n in names if n.isdigit() and int(n) not in self.steps())
+    if torn and not self.steps():
+      raise CheckpointError(f'{self.folder} holds the incomplete checkpoints {torn} and no complete one: restore them, '
+                            'or choose a new --workdir to start again')
+    self._set_aside(torn)
+    for name in names:
       if jax.process_index() == 0 and ('.orbax-checkpoint-tmp' in name or name.startswith('removed-')):
         shutil.rmtree(os.path.join(self.folder, name), ignore_errors=True)
+
+  def _set_aside(self, steps) -> None:
+    """Renames broken steps, so that their numbers can be written again and nothing counts them."""
+    for step in steps if jax.process_index() == 0 else ():
+      log.warning('checkpoint %d is broken; it is kept as %s', step, os.path.join(self.folder, f'broken-{step}'))
+      shutil.rmtree(os.path.join(self.folder, f'broken-{step}'), ignore_errors=True)
+      os.rename(self.path(step), os.path.join(self.folder, f'broken-{step}'))
 
   def close(self) -> None:
     """Waits for the write in progress and ends the background threads; what went wrong was said before."""
@@ -152,7 +185,8 @@ class Checkpoints:
       return
     self._wait_for_space(state)
     meta = {'step': step, 'config': json.loads(self.config.to_json()), 'versions': versions(), 'data': self.data,
-            'scores': {k: v for k, v in (scores or {}).items() if np.isfinite(v)}, 'checksums': checksums(state)}
+            'scores': {k: v for k, v in (scores or {}).items() if np.isfinite(v)}, 'notes': self.notes,
+            'arrays': described(state)}
     items = {k: ocp.args.StandardSave(v) for k, v in split(state).items()}
     try:
       self.writing = step
@@ -183,15 +217,18 @@ class Checkpoints:
 
   def _failed(self, step, error):
     self.writing, self.failures = None, self.failures + 1
+    for left in glob.glob(glob.escape(self.path(step)) + '.orbax-checkpoint-tmp*') if jax.process_index() == 0 else ():
+      shutil.rmtree(left, ignore_errors=True)      # or it would take the room of the next try
     log.error('checkpoint %d was not written (%d in a row): %s', step, self.failures, str(error).split('\n')[0])
     if 'No space left' in str(error) and not self.config.checkpoint.space_wait_s:
       raise DiskFull(f'checkpoint {step}: no space left in {self.folder}; complete steps: {self.steps()}') from None
     if self.failures >= FAILURES:
-      raise CheckpointError(f'{self.failures} checkpoints in a row could not be written to {self.folder}: {error}') from error
+      raise CheckpointError(f'{self.failures} checkpoints in a row could not be written to {self.folder}: {error}'
+                            ) from error
 
   def _wait_for_space(self, state):
     os.makedirs(self.folder, exist_ok=True)
-    need = int(1.05 * sum(x.nbytes for x in jax.tree.leaves(state)) / jax.process_count()) + (1 << 20)
+    need = int(1.05 * sum(x.nbytes for x in jax.tree.leaves(state))) + (1 << 20)
     waited = 0.0
     while (free := shutil.disk_usage(self.folder).free) < need:
       if waited >= self.config.checkpoint.space_wait_s:
@@ -220,20 +257,24 @@ class Checkpoints:
     A step that can't be read or whose checksums differ is reported and the one before it taken; CheckpointError if
     none is good, or if the checkpoint belongs to another task or network.
     """
-    steps = self.steps()
+    steps, broken = self.steps(), []
     for step in reversed(steps):
       try:
         meta = self.meta(step)
-      except Exception as e:
-        log.warning('checkpoint %s is broken, trying the one before: %s', self.path(step), str(e).split('\n')[0])
-        continue
-      self._compare(step, meta, abstract)
-      try:
+        self._compare(step, meta, abstract)
         state = join(self._restore(step, split(abstract)), abstract)
-        verify(state, meta['checksums'], self.path(step))
-        return state
+        verify(state, meta['arrays'], self.path(step))
+      except Foreign:
+        raise
       except Exception as e:
+        if isinstance(e, MemoryError) or 'RESOURCE_EXHAUSTED' in str(e):
+          raise
         log.warning('checkpoint %s is broken, trying the one before: %s', self.path(step), str(e).split('\n')[0])
+        broken.append(step)
+      else:
+        self._set_aside(broken)
+        self.notes = meta['notes']
+        return state
     if steps:
       raise CheckpointError(f'none of the checkpoints {steps} in {self.folder} can be read; restore one of them, or '
                             'choose a new --workdir to start again')
@@ -252,9 +293,19 @@ class Checkpoints:
       raise CheckpointError(f'{self.path(step)} can\'t be read: {e}') from e
     head = {'ema': 'opt/ema', 'params': 'params', 'stats': 'stats'}
     for item, tree in got.items():
-      want = {p[len(head[item]) + 1:]: s for p, s in meta['checksums'].items() if p.startswith(head[item] + '/')}
-      verify(tree, want, self.path(step))
+      verify(tree, _below(head[item], meta['arrays']), self.path(step))
     return step, got[name], got.get('stats', abstract.stats)
+
+  def arrays(self, step: int) -> dict[str, np.ndarray]:
+    """path -> array of a step's weights, the averaged ones where they were kept; checked, of whatever network."""
+    name = 'ema' if os.path.isdir(os.path.join(self.path(step), 'ema')) else 'params'
+    folder = os.path.join(self.path(step), name)
+    reader = ocp.PyTreeCheckpointer()
+    shape = reader.metadata(folder).item_metadata.tree
+    args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shape)
+    got = reader.restore(folder, restore_args=args)
+    verify(got, _below('opt/ema' if name == 'ema' else name, self.meta(step)['arrays']), folder)
+    return dict(paths(got))
 
   def find(self, which: str) -> int:
     """'latest', 'best' or a number -> a step on disk. Raises CheckpointError naming the steps that are there."""
@@ -281,13 +332,13 @@ class Checkpoints:
 
   def _compare(self, step, meta, abstract):
     """Refuses a checkpoint of another task or network; warns of every other difference."""
-    want = {p: list(x.shape) for p, x in paths(abstract)}
-    have = meta['checksums']
+    want, have = {p: _shape(x) for p, x in paths(abstract)}, {p: a[:2] for p, a in meta['arrays'].items()}
     missing, extra = sorted(set(want) - set(have)), sorted(set(have) - set(want)) if abstract.opt != () else []
-    if missing or extra or (self.config is not None and meta['config']['task'] != self.config.task):
-      raise CheckpointError(f'{self.path(step)} belongs to another run: task {meta["config"]["task"]}, arrays missing '
-                            f'there {missing[:3]}, unknown here {extra[:3]}. {_changed(meta["config"], self.config)} '
-                            'Choose another --workdir')
+    other = [f'{p} {have[p]} is not {want[p]}' for p in want if p in have and have[p] != want[p]]
+    if missing or extra or other or (self.config is not None and meta['config']['task'] != self.config.task):
+      raise Foreign(f'{self.path(step)} belongs to another run: task {meta["config"]["task"]}, arrays missing there '
+                    f'{missing[:3]}, unknown here {extra[:3]}, of another shape {other[:3]}. '
+                    f'{_changed(meta["config"], self.config)} Choose another --workdir')
     if self.config is not None and (text := _changed(meta['config'], self.config)):
       log.warning('the configuration differs from that of checkpoint %d: %s', step, text)
     if self.data and meta['data'] and self.data != meta['data']:
@@ -303,9 +354,24 @@ def versions() -> dict[str, str]:
   return {p: importlib.metadata.version(p) for p in PACKAGES}
 
 
-def verify(tree: Any, want: Mapping[str, list[int]], where: str) -> None:
-  """Raises CheckpointError naming the first array whose checksum differs from `want`."""
-  have = checksums(tree)
+def _shape(x) -> list:
+  return [x.dtype.name, list(x.shape)]
+
+
+def described(state: Any) -> dict[str, list]:
+  """path -> [type, shape, checksum] of every array."""
+  sums = checksums(state)
+  return {p: [*_shape(x), sums[p]] for p, x in paths(state)}
+
+
+def _below(head: str, arrays: Mapping[str, list]) -> dict[str, list]:
+  """The descriptions of the arrays under a path, by the rest of their paths."""
+  return {p[len(head) + 1:]: a for p, a in arrays.items() if p.startswith(head + '/')}
+
+
+def verify(tree: Any, want: Mapping[str, list], where: str) -> None:
+  """Raises CheckpointError naming the first array whose checksum differs from that in `want`."""
+  have = described(tree)
   wrong = [p for p in have if have[p] != want.get(p)]
   if wrong:
     raise CheckpointError(f'{where}: array {wrong[0]} differs from its checksum ({len(wrong)} in all)')
@@ -316,75 +382,3 @@ def _changed(old: Mapping, new) -> str:
   old, new = flatten(old), flatten(json.loads(new.to_json())) if hasattr(new, 'to_json') else {}
   return '; '.join(f'{k}: {old.get(k)!r} -> {new.get(k)!r}' for k in sorted(old.keys() | new.keys())
                    if new and old.get(k) != new.get(k))
-
-
-# grafting
-
-def graft(params: Any, source: str, only: str = '.*', config=None) -> Any:
-  """Fills parameters [any tree of arrays] from another run, `path[:best|latest|STEP]`, or a .safetensors file.
-
-  Arrays are taken by equal path and shape, if `only` is found in the path. Every array is listed as taken, fresh (not
-  there, or not wanted) or mismatched (other shape). Raises CheckpointError where nothing can be taken, and where a
-  .safetensors file says in its metadata that it needs another value of a key in config.model (preprocess, backbone).
-  """
-  there = _safetensors(source, config) if source.endswith('.safetensors') else _run_weights(source)
-  taken, fresh, mismatched, out = [], [], [], []
-  for path, x in paths(params):
-    new = there.get(path)
-    if new is None or not re.search(only, path):
-      fresh.append(path)
-    elif new.shape != x.shape:
-      mismatched.append(f'{path} {new.shape} is not {x.shape}')
-    else:
-      taken.append(path)
-      x = jax.make_array_from_callback(x.shape, x.sharding, functools.partial(_slice, new, x.dtype))
-    out.append(x)
-  unused = sorted(set(there) - {p for p, _ in paths(params)})
-  for name, items in (('taken', taken), ('fresh', fresh), ('mismatched', mismatched), ('not used', unused)):
-    log.info('init_from %s: %d %s%s', source, len(items), name, ': ' + ', '.join(items) if items else '')
-  if not taken:
-    raise CheckpointError(f'init_from = {source}: none of its {len(there)} arrays fits; mismatched: {mismatched[:3]}')
-  return jax.tree.unflatten(jax.tree.structure(params), out)
-
-
-def _slice(array, dtype, index):
-  return np.asarray(array[index], dtype)
-
-
-def _run_weights(source):
-  path, colon, which = source.rpartition(':')
-  if not colon or os.sep in which:
-    path, which = source, 'latest'
-  if not os.path.isdir(path):
-    raise CheckpointError(f'init_from = {source}: no such folder{_nearby(path)}')
-  checkpoints = Checkpoints(path)
-  step = checkpoints.find(which)
-  name = 'ema' if os.path.isdir(os.path.join(checkpoints.path(step), 'ema')) else 'params'
-  folder = os.path.join(checkpoints.path(step), name)
-  reader = ocp.PyTreeCheckpointer()
-  shape = reader.metadata(folder).item_metadata.tree
-  args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shape)
-  return dict(paths(reader.restore(folder, restore_args=args)))
-
-
-def _safetensors(source, config):
-  from safetensors import SafetensorError, safe_open
-  if not os.path.isfile(source):
-    raise CheckpointError(f'init_from = {source}: no such file{_nearby(source)}')
-  try:
-    with safe_open(source, 'numpy') as f:
-      needs, arrays = f.metadata() or {}, {k: f.get_tensor(k) for k in f.keys()}
-  except SafetensorError as e:
-    raise CheckpointError(f'init_from = {source}: not a safetensors file: {e}') from None
-  has = config.model if config is not None and 'model' in config else {}
-  for key, value in needs.items():
-    if key in has and str(has[key]) != value:
-      raise CheckpointError(f'init_from = {source}: its weights need config.model.{key} = {value!r}, not {has[key]!r}')
-  return arrays
-
-
-def _nearby(path):
-  import difflib
-  folder = os.path.dirname(os.path.abspath(path))
-  near = difflib.get_close_matches(os.path.basename(path), os.listdir(folder)) if os.path.isdir(folder) else []
-  return f'; did you mean {", ".join(os.path.join(os.path.dirname(path), n) for n in near)}?' if near else ''

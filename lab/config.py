@@ -60,11 +60,15 @@ def read(spec: str) -> ConfigDict:
   if not os.path.isfile(path):
     folder = os.path.dirname(path) or '.'
     near = difflib.get_close_matches(os.path.basename(path), os.listdir(folder) if os.path.isdir(folder) else [])
-    raise ConfigError(f'--config={spec}: no such file' + (f'; did you mean {os.path.join(folder, near[0])}?' if near else ''))
+    hint = f'; did you mean {os.path.join(folder, near[0])}?' if near else ''
+    raise ConfigError(f'--config={spec}: no such file{hint}')
   loader = importlib.util.spec_from_file_location('recipe', path)
   module = importlib.util.module_from_spec(loader)
   loader.loader.exec_module(module)
-  return module.get_config(variant)
+  try:
+    return module.get_config(variant)
+  except (AttributeError, KeyError, TypeError) as e:      # ConfigDict's own message names the nearest key
+    raise ConfigError(f'{spec}: {str(e).strip(chr(34)).splitlines()[0]}') from e
 
 
 def override(config: ConfigDict, argv: list[str]) -> list[str]:

@@ -11,10 +11,18 @@ from lab import logs, mesh as meshes, metrics
 from lab.task import Scalars, Task
 
 
+class Interrupted(Exception):
+  """The run was asked to stop in the middle of an evaluation."""
+
+
 def make(task: Task, config, mesh) -> Callable[[Any, Any], tuple[Scalars, dict]]:
-  """(params, stats) -> (scalars, pictures) on the evaluation split; compiled once for all calls."""
+  """(params, stats) -> (scalars, pictures) on the evaluation split; compiled once for all calls.
+
+  Raises Interrupted between two batches when this lone process is asked to stop.
+  """
   size = meshes.padded(mesh, config.input.eval_batch_size)
-  batches = Batches(task.source('eval'), config.input, size, meshes.rows(mesh, size, 'input.eval_batch_size'), train=False)
+  rows = meshes.rows(mesh, size, 'input.eval_batch_size')
+  batches = Batches(task.source('eval'), config.input, size, rows.fed, train=False)
   measure = jax.jit(lambda p, s, b: {**task.measure(p, s, b), 'examples': (b['mask'].sum(), 1.0)},
                     out_shardings=NamedSharding(mesh, P()))
   predict = jax.jit(task.predict, out_shardings=NamedSharding(mesh, meshes.BATCH))
@@ -24,13 +32,15 @@ def make(task: Task, config, mesh) -> Callable[[Any, Any], tuple[Scalars, dict]]
     totals, pictures, records = {}, {}, []
     batches.step, progress = 0, logs.Progress('evaluating', batches.steps)
     for i, batch in enumerate(batches):
+      if meshes.interrupted():
+        raise Interrupted
       placed = meshes.place(mesh, batch, size)
       sums = jax.device_get(measure(params, stats, placed))
       totals = metrics.merge(totals, sums)
-      draw = task.picture and len(pictures) < config.eval_pictures
+      draw = task.picture and i * size < config.eval_pictures      # by number: alike on every process
       if task.score or draw:
         outputs = meshes.local(predict(params, stats, placed, jax.random.fold_in(key, i)))
-        outputs, batch = real_rows(outputs, batch)
+        outputs, batch = real_rows(outputs, batch, rows.speaks)
         if draw and len(batch['mask']):
           drawn = task.picture(outputs, batch).items()
           pictures.update(itertools.islice(drawn, config.eval_pictures - len(pictures)))
@@ -48,9 +58,9 @@ def make(task: Task, config, mesh) -> Callable[[Any, Any], tuple[Scalars, dict]]
   return run
 
 
-def real_rows(outputs: Any, batch: dict) -> tuple[Any, dict]:
-  """Outputs and batch [B, ...] without the rows of mask 0."""
-  keep = batch['mask'] > 0
+def real_rows(outputs: Any, batch: dict, speaks) -> tuple[Any, dict]:
+  """Outputs and batch [rows, ...] without the rows of mask 0 and those that another process speaks for, bool[rows]."""
+  keep = (batch['mask'] > 0) & speaks
   return jax.tree.map(lambda x: x[keep], outputs), {k: v[keep] for k, v in batch.items()}
 
 
@@ -68,7 +78,7 @@ def run(task: Task, config, workdir: str, which: str) -> Scalars:
     scalars, pictures = make(task, config, mesh)(params, stats)
   if jax.process_index() == 0:
     path = os.path.join(workdir, f'eval_{step}.json')
-    logs.write_atomically(path, json.dumps({'step': step, **scalars}, indent=2) + '\n')
+    logs.write_atomically(path, json.dumps(logs.finite({'step': step, **scalars}), indent=2) + '\n')
     logs.write_pictures(os.path.join(workdir, f'eval_{step}'), pictures)
     logs.say(f'step {step}: {summary(scalars)}\nwritten to {path}')
   return scalars

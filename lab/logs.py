@@ -26,7 +26,7 @@ log = logging.getLogger('lab')
 
 
 class Log:
-  """The log of one run. Only the first process writes; a picture or TensorBoard that fails is a warning, not the end."""
+  """The log of one run. Only the first process writes; a picture or TensorBoard that fails is a warning, no end."""
 
   def __init__(self, workdir: str, config, step: int):
     self.workdir, self.config, self.main = workdir, config, jax.process_index() == 0
@@ -57,8 +57,7 @@ class Log:
     """Adds a row to metrics.jsonl and TensorBoard. Values that are not finite are written as null."""
     if not self.main:
       return
-    clean = {k: (float(v) if math.isfinite(v) else None) for k, v in scalars.items()}
-    self._line('metrics.jsonl', {'step': step, 'split': split, **clean})
+    self._line('metrics.jsonl', {'step': step, 'split': split, **finite(scalars)})
     self._board('write_scalars', step, {f'{split}/{k}': float(v) for k, v in scalars.items()})
 
   def progress(self, step: int, scalars: Mapping[str, float], batch_size: int) -> None:
@@ -121,6 +120,11 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def finite(scalars: Mapping[str, float]) -> dict[str, float | None]:
+  """For JSON, which has no NaN: what is not finite becomes None."""
+  return {k: v if isinstance(v, int) else float(v) if math.isfinite(v) else None for k, v in scalars.items()}
+
+
 class Progress:
   """A line every ten seconds for work of a known number of batches, with the time to its end."""
 
@@ -170,17 +174,27 @@ def cut(workdir: str, step: int) -> None:
     path = os.path.join(workdir, name)
     if os.path.exists(path):
       with open(path, encoding='utf-8') as f:
-        kept = [line for line in f if line.endswith('\n') and json.loads(line)['step'] <= step]
+        kept = [line for line in f if _step_of(line) <= step]
       write_atomically(path, ''.join(kept))
   for path in glob.glob(os.path.join(glob.escape(workdir), 'pictures', '*.png')):
-    if int(os.path.basename(path).split('_')[0]) > step:
+    number = os.path.basename(path).split('_')[0]
+    if number.isdigit() and int(number) > step:
       os.remove(path)
   for path in sorted(glob.glob(os.path.join(glob.escape(workdir), 'tensorboard', 'events.*'))):
     _cut_events(path, step)
 
 
+def _step_of(line):
+  """The step of a row; infinite for a line that a kill cut off."""
+  try:
+    return json.loads(line)['step'] if line.endswith('\n') else math.inf
+  except (ValueError, KeyError, TypeError):
+    log.warning('a line of the log is broken and goes: %s', line[:80].rstrip())
+    return math.inf
+
+
 def _cut_events(path, step):
-  """Rewrites an event file without the events after `step`; a torn last event goes too."""
+  """Rewrites an event file without the events after `step`; of step 0, which is written anew, nothing stays."""
   from tensorboard.backend.event_processing import event_file_loader
   from tensorboard.compat.proto import event_pb2
   from tensorboard.summary.writer import record_writer
@@ -190,12 +204,16 @@ def _cut_events(path, step):
       events.append(raw)
   except Exception as e:
     log.warning('%s: %s; its readable events are kept', path, str(e).split('\n')[0])
-  kept = [raw for raw in events if event_pb2.Event.FromString(raw).step <= step]
+  kept = [raw for raw in events if event_pb2.Event.FromString(raw).step <= step] if step else []
   if len(kept) == len(events):
     return
-  with open(path + '.new', 'wb') as f:
+  if not kept:
+    os.remove(path)
+    return
+  new = os.path.join(os.path.dirname(os.path.dirname(path)), '.events')     # a name that TensorBoard doesn't read
+  with open(new, 'wb') as f:
     writer = record_writer.RecordWriter(f)
     for raw in kept:
       writer.write(raw)
     writer.flush()
-  os.replace(path + '.new', path)
+  os.replace(new, path)

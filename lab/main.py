@@ -4,8 +4,11 @@ Exit codes: 0 done; 2 configuration; 3 data; 4 numbers that are not finite; 5 ch
 7 distributed; 75 preempted: start the same command again.
 """
 
+import contextlib
+import errno
 import logging
 import os
+import signal
 import sys
 
 from absl import flags
@@ -22,6 +25,7 @@ flags.DEFINE_bool('distributed', False, 'find the other processes as the platfor
 
 def main(argv: list[str]) -> int:
   """Runs one command and returns its exit code; every expected failure is one message."""
+  signal.signal(signal.SIGTERM, lambda *_: os._exit(75))      # until training listens, there is nothing to save
   logging.basicConfig(format='%(levelname).1s %(message)s', level=logging.WARNING)
   for ours in ('lab', 'data_pipelines'):
     logging.getLogger(ours).setLevel(logging.INFO)
@@ -34,6 +38,8 @@ def main(argv: list[str]) -> int:
     if code is None:
       raise
     print(f'{"stopped" if code == 75 else "error"}: {e}', file=sys.stderr, flush=True)
+    if code not in (0, 75) and _processes() > 1:
+      os._exit(code)      # a clean end would wait for the others, and they for this one
     return code
 
 
@@ -68,6 +74,8 @@ def _run(task, config) -> int:
   if FLAGS.mode != 'train' and not os.path.isdir(FLAGS.workdir):
     raise checkpoint.CheckpointError(f'--workdir={FLAGS.workdir}: no such folder; train first, or correct it')
   _compilation_cache()
+  if FLAGS.mode == 'train' or FLAGS.input.isdigit():
+    mesh.listen(alone=not (FLAGS.distributed or 'JAX_COORDINATOR_ADDRESS' in os.environ))
   mesh.start(config.platform, FLAGS.distributed)
   if FLAGS.mode == 'eval':
     evaluate.run(task, config, FLAGS.workdir, FLAGS.step)
@@ -75,7 +83,9 @@ def _run(task, config) -> int:
     predict.run(task, config, FLAGS.workdir, FLAGS.step, FLAGS.input,
                 FLAGS.output or os.path.join(FLAGS.workdir, 'predictions'))
   else:
-    with checkpoint.claim(FLAGS.workdir):
+    import jax
+    alone = checkpoint.claim(FLAGS.workdir) if jax.process_index() == 0 else contextlib.nullcontext()
+    with alone:
       train.run(task, config, FLAGS.workdir)
   return 0
 
@@ -105,11 +115,24 @@ def _exit_code(error) -> int | None:
   if getattr(error, 'exit_code', None) is not None:
     return error.exit_code
   text = str(error)
+  if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+    return 6
   if isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in text or 'Out of memory' in text:
-    print('error: the device is out of memory. What helps most: a smaller config.input.batch_size, a larger '
+    print('error: out of memory. What helps most: a smaller config.input.batch_size, a larger '
           'config.mesh.fsdp, recomputation (config.model.remat=True)', file=sys.stderr)
     return 6
+  if type(error).__name__ == 'JaxRuntimeError' and _processes() > 1:
+    print('error: the processes of this run lost each other; the message of the one that ended first tells why',
+          file=sys.stderr)
+    return 7
   return None
+
+
+def _processes() -> int:
+  if 'jax' not in sys.modules or 'JAX_COORDINATOR_ADDRESS' not in os.environ and not FLAGS.is_parsed():
+    return 1
+  import jax
+  return jax.process_count() if jax.distributed.is_initialized() else 1
 
 
 if __name__ == '__main__':

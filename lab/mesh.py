@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import signal
-from typing import Any, Iterable, Mapping
+from typing import Any, Iterable, Mapping, NamedTuple
 
 import jax
 import numpy as np
@@ -27,7 +27,7 @@ class Preempted(Exception):
   exit_code = 75
 
 
-_stop = {'signals': 0}
+_stop = {'signals': 0, 'alone': True}
 
 
 def listen(alone: bool) -> None:
@@ -35,6 +35,8 @@ def listen(alone: bool) -> None:
 
   Of several processes (not `alone`) JAX's own handler of SIGTERM tells all the others.
   """
+  _stop['alone'] = alone
+
   def note(number, frame):
     del frame
     _stop['signals'] += 1
@@ -44,9 +46,14 @@ def listen(alone: bool) -> None:
     signal.signal(number, note)
 
 
+def interrupted() -> bool:
+  """Whether a lone process was asked to stop; several processes only agree on it between steps."""
+  return _stop['alone'] and _stop['signals'] > 0
+
+
 def preempted(step: int) -> bool:
   """Whether to stop after this step; every process gets the same answer at the same step."""
-  if jax.process_count() == 1:
+  if _stop['alone']:
     return _stop['signals'] > 0
   from jax.experimental import multihost_utils
   return multihost_utils.reached_preemption_sync_point(step)
@@ -61,12 +68,13 @@ def start(platform: str, distributed: bool = False) -> None:
   if platform == 'cpu':
     jax.config.update('jax_platforms', 'cpu')
   address = os.environ.get('JAX_COORDINATOR_ADDRESS')
-  listen(alone=not (address or distributed))
   if address or distributed:
-    known = {'coordinator_address': address, 'num_processes': int(os.environ['JAX_NUM_PROCESSES']),
-             'process_id': int(os.environ['JAX_PROCESS_ID'])} if address else {}
     try:
+      known = {'coordinator_address': address, 'num_processes': int(os.environ['JAX_NUM_PROCESSES']),
+               'process_id': int(os.environ['JAX_PROCESS_ID'])} if address else {}
       jax.distributed.initialize(**known)
+    except KeyError as e:
+      raise DistributedError(f'JAX_COORDINATOR_ADDRESS is set, {e} is not') from None
     except (RuntimeError, ValueError) as e:
       raise DistributedError(f'the processes did not find each other: {e}') from e
   try:
@@ -98,14 +106,28 @@ def make(config: Mapping[str, int], devices: list | None = None) -> Mesh:
   return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
-def rows(mesh: Mesh, batch_size: int, key: str = 'input.batch_size') -> tuple[int, int]:
-  """First and last + 1 row of a global batch that this process feeds. Raises ConfigError if it can't be split."""
+class Rows(NamedTuple):
+  """The rows of a global batch that this process feeds, ascending, and which of them it speaks for.
+
+  Processes along the tensor axis feed the same rows; only one of them makes records of a row.
+  """
+  fed: tuple[int, ...]
+  speaks: np.ndarray      # bool[len(fed)]
+
+
+def rows(mesh: Mesh, batch_size: int, key: str = 'input.batch_size') -> Rows:
+  """Which rows of a global batch are this process's. Raises ConfigError if the mesh can't split it."""
   parts = mesh.shape['data'] * mesh.shape['fsdp']
   if batch_size % parts:
     raise ConfigError(f'config.{key} = {batch_size} is not a multiple of data x fsdp = {parts} devices')
-  spans = NamedSharding(mesh, BATCH).addressable_devices_indices_map((batch_size,)).values()
-  starts = {s[0].start or 0 for s in spans}
-  return min(starts), max(starts) + batch_size // parts
+  fed, speaker = set(), {}
+  for device, (span,) in NamedSharding(mesh, BATCH).devices_indices_map((batch_size,)).items():
+    for row in range(*span.indices(batch_size)):
+      speaker[row] = min(device.process_index, speaker.get(row, device.process_index))
+      if device.process_index == jax.process_index():
+        fed.add(row)
+  fed = tuple(sorted(fed))
+  return Rows(fed, np.array([speaker[r] == jax.process_index() for r in fed]))
 
 
 def padded(mesh: Mesh, batch_size: int) -> int:

@@ -36,6 +36,8 @@ def check(config) -> None:
   for key in ('learning_rate', 'decay', 'clip', 'eps', 'max_nonfinite'):
     if o[key] < 0:
       raise ConfigError(f'config.optim.{key} = {o[key]}: expected 0 or more')
+  if o.eps == 0:
+    raise ConfigError('config.optim.eps = 0.0: expected more than 0, or a zero gradient divides by zero')
 
 
 def _adamw(o):
@@ -71,7 +73,8 @@ def make(config, total_steps: int) -> tuple[Optimizer, Callable[[Step], jax.Arra
   chain = [optax.clip_by_global_norm(config.clip)] if config.clip else []
   chain.append(SCALES[config.name](config))
   if config.decay:
-    chain.append(optax.add_decayed_weights(config.decay, mask=lambda params: jax.tree.map(lambda p: p.ndim >= 2, params)))
+    matrices = lambda params: jax.tree.map(lambda p: p.ndim >= 2, params)
+    chain.append(optax.add_decayed_weights(config.decay, mask=matrices))
   tx, lr = optax.chain(*chain), rate(config, total_steps)
 
   def init(params):
@@ -80,16 +83,17 @@ def make(config, total_steps: int) -> tuple[Optimizer, Callable[[Step], jax.Arra
 
   def update(loss, grads, opt, params, step):
     norm = optax.tree.norm(grads)
-    ok = jnp.isfinite(loss) & jnp.isfinite(norm)
     updates, inner = tx.update(grads, opt.inner, params)
     updates = jax.tree.map(lambda u: -lr(step) * u, updates)
+    change = optax.tree.norm(updates)      # a finite gradient can still be scaled to an infinite update
+    ok = jnp.isfinite(loss) & jnp.isfinite(norm) & jnp.isfinite(change)
     moved = optax.apply_updates(params, updates)
     ema = jax.tree.map(lambda e, p: config.ema * e + (1 - config.ema) * p, opt.ema, moved) if config.ema else {}
     skipped = jnp.where(ok, opt.skipped * jnp.array([0, 1]), opt.skipped + 1)
     params, inner, ema = select(ok, (moved, inner, ema), (params, opt.inner, opt.ema))
     one = jnp.float32(1)
     sums = {'learning_rate': (lr(step), one), 'gradient_norm': (norm, one),
-            'update_norm': (optax.tree.norm(updates), one),
+            'update_norm': (change, one),
             'skipped_in_a_row': (skipped[0].astype(jnp.float32), one), 'skipped': (skipped[1].astype(jnp.float32), one)}
     return params, OptState(inner, ema, skipped), ok, sums
 

@@ -1,20 +1,22 @@
 """The only loop. Exact: the same config, seed and step give the same bits on one mesh, however often it stopped."""
 
 import contextlib
-import functools
 import math
+import re
 import time
 from typing import Any, Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
+from ml_collections import ConfigDict
 
 from data_pipelines import pipeline
 from lab import evaluate, logs, mesh as meshes, metrics, optim, sharding
-from lab.checkpoint import Checkpoints, digest, graft
-from lab.task import Task, TrainState
+from lab.checkpoint import Checkpoints, digest
+from lab.config import choice, flatten
+from lab.graft import graft
+from lab.task import ConfigError, Task, TrainState
 
 
 class NonFinite(Exception):
@@ -24,17 +26,22 @@ class NonFinite(Exception):
 
 def check(config) -> None:
   """Raises ConfigError for core settings that can't run; needs no device."""
-  from lab.config import choice
-  from lab.task import ConfigError
   optim.check(config)
   choice(config, 'platform', ('', 'cpu', 'gpu', 'tpu'))
   choice(config, 'prng', ('threefry2x32', 'rbg'))
   for key, least in (('total_steps', 1), ('log_steps', 1), ('eval_steps', 0), ('eval_pictures', 0),
                      ('input.batch_size', 1), ('input.eval_batch_size', 1), ('input.prefetch', 1), ('input.threads', 0),
                      ('input.bad_limit', 0), ('checkpoint.steps', 0), ('checkpoint.keep', -1)):
-    node = functools.reduce(lambda c, k: c[k], key.split('.'), config)
-    if node < least:
-      raise ConfigError(f'config.{key} = {node}: expected at least {least}')
+    if flatten(config)[key] < least:
+      raise ConfigError(f'config.{key} = {flatten(config)[key]}: expected at least {least}')
+  if config.checkpoint.keep == 0:
+    raise ConfigError('config.checkpoint.keep = 0: expected at least 1, or -1 for all')
+  if [*config.mesh.values()].count(-1) > 1 or any(n < 1 and n != -1 for n in config.mesh.values()):
+    raise ConfigError(f'config.mesh = {config.mesh.to_dict()}: sizes are positive, and at most one is -1')
+  try:
+    re.compile(config.init_only)
+  except re.error as e:
+    raise ConfigError(f'config.init_only = {config.init_only!r}: not a regular expression: {e}') from None
 
 
 def initial(task: Task, tx: optim.Optimizer, config, spec: dict) -> Callable[[], TrainState]:
@@ -80,18 +87,20 @@ def run(task: Task, config, workdir: str) -> dict[str, float]:
   mesh = meshes.make(config.mesh)
   with jax.set_mesh(mesh):
     source, size = task.source('train'), config.input.batch_size
-    batches = pipeline.Batches(source, config.input, size, meshes.rows(mesh, size), train=True, seed=config.seed)
+    batches = pipeline.Batches(source, config.input, size, meshes.rows(mesh, size).fed, train=True, seed=config.seed)
     tx, _ = optim.make(config.optim, config.total_steps)
     like = abstract(task, tx, config, batches.spec(1), mesh)
-    with contextlib.closing(Checkpoints(workdir, config, pipeline.fingerprint(source))) as checkpoints:
+    data = pipeline.fingerprint(source, batches.index)
+    with contextlib.closing(Checkpoints(workdir, config, data)) as checkpoints:
       state = start(task, tx, config, like, batches.spec(1), checkpoints)
-      batches.step = int(state.step)
+      batches.step, batches.bad = int(state.step), list(checkpoints.notes.get('bad_records', ()))
       step = make_step(task, tx, config, like, mesh)
       with contextlib.closing(logs.Log(workdir, config, batches.step)) as log:
-        state, scores = _loop(task, config, mesh, batches, step, state, checkpoints, log)
-      scores = scores or next((r for r in reversed(logs.rows(workdir)) if r['split'] == 'eval'), {})
+        state = _loop(config, mesh, batches, step, state, checkpoints, log, evaluate.make(task, config, mesh))
+      scores = next((r for r in reversed(logs.rows(workdir)) if r['split'] == 'eval'), {})
+      scores = {k: v for k, v in scores.items() if k not in ('step', 'split')}
       _close(workdir, checkpoints, state, scores)
-      return dict(scores)
+      return scores
 
 
 def start(task, tx, config, like, spec, checkpoints) -> TrainState:
@@ -100,7 +109,6 @@ def start(task, tx, config, like, spec, checkpoints) -> TrainState:
   state = checkpoints.resume(like)
   if state is not None:
     if int(state.step) > config.total_steps:
-      from lab.task import ConfigError
       raise ConfigError(f'the run is at step {int(state.step)}, beyond config.total_steps = {config.total_steps}')
     logs.say(f'resumed at step {int(state.step)} from {checkpoints.path(int(state.step))}')
     return state
@@ -114,13 +122,15 @@ def start(task, tx, config, like, spec, checkpoints) -> TrainState:
   return state
 
 
-def _loop(task, config, mesh, batches, step, state, checkpoints, log):
+def _loop(config, mesh, batches, step, state, checkpoints, log, judge) -> TrainState:
+  """From state.step to the end; whatever is due at a step is written before the checkpoint of that step."""
   log.describe(state.params)
-  judge = evaluate.make(task, config, mesh)
-  watch = _Watch(config, batches)
-  i, total, scores = int(state.step), config.total_steps, {}
-  stream = iter(batches)
-  logs.say(f'training from step {i} to {total}; the first step compiles')
+  watch = _Watch(config.optim.max_nonfinite, batches)
+  i, total, stream = int(state.step), config.total_steps, iter(batches)
+  if checkpoints.notes.get('evaluation_due'):
+    _evaluate(i, state, judge, log)
+  if i < total:
+    logs.say(f'training from step {i} to {total}; the first step compiles')
   while i < total:
     asked = time.monotonic()
     batch = meshes.place(mesh, next(stream), config.input.batch_size)
@@ -132,32 +142,39 @@ def _loop(task, config, mesh, batches, step, state, checkpoints, log):
       scalars = metrics.ratios(jax.device_get(sums)) | ({'bad_records': len(batches.bad)} if batches.bad else {})
       log.row(i, 'train', scalars)
       log.progress(i, scalars, config.input.batch_size)
-    aside, scores = time.monotonic(), None
-    if i == total or config.eval_steps and i % config.eval_steps == 0:
-      scores, pictures = judge(optim.weights(state.params, state.opt), state.stats)
-      log.row(i, 'eval', scores)
-      log.pictures(i, pictures)
-      logs.say(f'evaluation at step {i}: {evaluate.summary(scores)}')
-    stop = i < total and meshes.preempted(i)
-    if stop or i == total:
+    aside = time.monotonic()
+    due = i == total or config.eval_steps and i % config.eval_steps == 0
+    scores = _evaluate(i, state, judge, log) if due else None
+    stop = meshes.preempted(i) and (i < total or scores is None)
+    if stop or i == total or config.checkpoint.steps and i % config.checkpoint.steps == 0:
       watch.settle()
       log.flush()
-      checkpoints.finish(i, state, scores)
-    elif config.checkpoint.steps and i % config.checkpoint.steps == 0:
-      log.flush()
-      checkpoints.save(i, state, scores)
+      checkpoints.notes = {'bad_records': sorted(set(meshes.gather(batches.bad))),
+                           'evaluation_due': bool(due and scores is None)}
+      (checkpoints.finish if stop or i == total else checkpoints.save)(i, state, scores)
     log.aside += time.monotonic() - aside
     if stop:
       raise meshes.Preempted(f'stopped at step {i} and saved; start the same command again to go on')
-  return state, scores
+  return state
+
+
+def _evaluate(i, state, judge, log):
+  """Evaluates and logs; None if the run was asked to stop meanwhile: then the next start does it."""
+  try:
+    scores, pictures = judge(optim.weights(state.params, state.opt), state.stats)
+  except evaluate.Interrupted:
+    return None
+  log.row(i, 'eval', scores)
+  log.pictures(i, pictures)
+  logs.say(f'evaluation at step {i}: {evaluate.summary(scores)}')
+  return scores
 
 
 class _Watch:
-  """Ends the run after too many non-finite updates in a row; looks one step back, so that it never waits for the device."""
+  """Ends the run after too many non-finite updates in a row; looks one step back, so as not to wait for the device."""
 
-  def __init__(self, config, batches):
-    self.limit, self.batches, self.last, self.first = config.optim.max_nonfinite, batches, None, 0
-    self.config = config
+  def __init__(self, limit: int, batches):
+    self.limit, self.batches, self.last = limit, batches, None
 
   def __call__(self, step, sums):
     self.settle()
@@ -185,16 +202,16 @@ class _Watch:
 
 def _close(workdir, checkpoints, state, scores):
   """The summary: what was reached, where it lies, what to type next."""
-  step, names = int(state.step), {k: v for k, v in scores.items() if k not in ('step', 'split')}
+  step = int(state.step)
   logs.say('\n'.join((
-      '', f'Done: {step} steps. {evaluate.summary(names)}',
+      '', f'Done: {step} steps. {evaluate.summary(scores)}',
       f'  state digest    {digest(state)}',
       f'  checkpoint      {checkpoints.path(step)}',
       f'  metrics         {workdir}/metrics.jsonl and {workdir}/tensorboard',
       f'  pictures        {workdir}/pictures',
       'Next:',
       f'  tensorboard --logdir={workdir}/tensorboard',
-      f'  the same command with --mode=eval, or with --mode=predict --input=<file or folder> --output={workdir}/predictions',
+      '  the same command with --mode=predict --input=<picture, folder or film>, or with --mode=eval',
   )))
 
 
@@ -204,7 +221,9 @@ def restored(task: Task, config, workdir: str, which: str, spec: dict | None = N
   mesh = meshes.make(config.mesh)
   with jax.set_mesh(mesh):
     tx, _ = optim.make(config.optim, config.total_steps)
-    spec = spec or pipeline.Batches(task.source('eval'), config.input, 1, (0, 1), train=False).spec(1)
+    if spec is None:
+      uncached = ConfigDict({**config.input.to_dict(), 'cache': False})
+      spec = pipeline.Batches(task.source('eval'), uncached, 1, (0,), train=False).spec(1)
     like = abstract(task, tx, config, spec, mesh)
     with contextlib.closing(Checkpoints(workdir, config)) as checkpoints:
       step, params, stats = checkpoints.weights(which, like)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from lab import checkpoint, mesh as meshes, optim, train
+from lab import checkpoint, graft, mesh as meshes, optim, train
 from lab.checkpoint import CheckpointError, Checkpoints, DiskFull
 from lab.task import TrainState
 from tests import toy
@@ -113,6 +113,34 @@ def test_a_broken_newest_checkpoint_gives_way_to_the_one_before(store, state, to
   assert f'{store.path(10)} is broken' in caplog.text
 
 
+def test_a_broken_step_is_set_aside_and_can_be_written_again(store, state, toy_config):
+  save(store, 5, 10, state=state)
+  with open(os.path.join(store.path(10), 'meta', 'metadata'), 'w', encoding='utf-8') as f:
+    f.write('{')
+  os.mkdir(store.path(7))
+  _, like = state_of(toy_config, make_mesh('4x2'))
+  store.clean()
+  assert int(store.resume(like).step) == 5
+  assert store.steps() == [5] and {'broken-7', 'broken-10'} < set(os.listdir(store.folder))
+  save(store, 10, state=state)
+  assert store.steps() == [5, 10]
+
+
+def test_incomplete_checkpoints_alone_are_no_reason_to_start_at_0(store, state, toy_config):
+  save(store, 5, state=state)
+  shutil.rmtree(os.path.join(store.path(5), 'meta'))
+  with pytest.raises(CheckpointError, match=r'incomplete checkpoints \[5\] and no complete one'):
+    store.clean()
+
+
+def test_another_size_is_told_as_such(store, state, toy_config):
+  save(store, 5, state=state)
+  _, like = state_of(toy_config, make_mesh('4x2'))
+  wide = like._replace(params={'dense': {**like.params['dense'], 'kernel': jax.ShapeDtypeStruct((4, 16), jnp.float32)}})
+  with pytest.raises(CheckpointError, match=r"params/dense/kernel \['float32', \[4, 8\]\] is not"):
+    store.resume(wide)
+
+
 def test_never_starts_at_0_where_checkpoints_are(store, state, toy_config):
   save(store, 5, 10, state=state)
   for step in (5, 10):
@@ -127,12 +155,12 @@ def test_a_changed_bit_is_named(store, state, toy_config):
   meta = os.path.join(store.path(5), 'meta', 'metadata')
   with open(meta, encoding='utf-8') as f:
     told = json.load(f)
-  told['checksums']['opt/inner/1/mu/dense/kernel'][0] ^= 1      # as if the array's bit had flipped
+  told['arrays']['opt/inner/1/mu/dense/kernel'][2][0] ^= 1      # as if the array's bit had flipped
   with open(meta, 'w', encoding='utf-8') as f:
     json.dump(told, f)
   got = store._restore(5, checkpoint.split(state_of(toy_config, make_mesh('4x2'))[1]))
   with pytest.raises(CheckpointError, match='array opt/inner/1/mu/dense/kernel differs'):
-    checkpoint.verify(checkpoint.join(got, state), told['checksums'], store.path(5))
+    checkpoint.verify(checkpoint.join(got, state), told['arrays'], store.path(5))
 
 
 def test_an_empty_workdir_says_that_it_starts_fresh(toy_config, tmp_path, capsys, monkeypatch):
@@ -148,7 +176,8 @@ def test_a_foreign_checkpoint_is_refused(store, state, toy_config):
   other.data.dir, other.task = toy_config.data.dir, 'tests.other'
   foreign = Checkpoints(os.path.dirname(store.folder), other)
   _, like = state_of(toy_config, make_mesh('4x2'))
-  with pytest.raises(CheckpointError, match="belongs to another run: task tests.toy.*task: 'tests.toy' -> 'tests.other'"):
+  told = "belongs to another run: task tests.toy.*task: 'tests.toy' -> 'tests.other'"
+  with pytest.raises(CheckpointError, match=told):
     foreign.resume(like)
   foreign.close()
 
@@ -225,7 +254,7 @@ def test_graft_names_every_array(store, state, fresh, caplog):
   state = state._replace(opt=state.opt._replace(ema={}))
   save(store, 5, state=state)
   fresh['dense']['bias'] = jnp.zeros(9)
-  got = checkpoint.graft(fresh, os.path.dirname(store.folder))
+  got = graft.graft(fresh, os.path.dirname(store.folder))
   np.testing.assert_array_equal(got['dense']['kernel'], state.params['dense']['kernel'])
   np.testing.assert_array_equal(got['dense']['bias'], np.zeros(9))
   assert '1 taken: dense/kernel' in caplog.text
@@ -237,7 +266,7 @@ def test_graft_names_every_array(store, state, fresh, caplog):
 def test_graft_takes_only_what_is_wanted_and_the_averaged_weights(store, state, fresh):
   state = state._replace(opt=state.opt._replace(ema=jax.tree.map(lambda x: x + 1, state.params)))
   save(store, 5, state=state)
-  got = checkpoint.graft(fresh, f'{os.path.dirname(store.folder)}:5', 'bias')
+  got = graft.graft(fresh, f'{os.path.dirname(store.folder)}:5', 'bias')
   np.testing.assert_array_equal(got['dense']['bias'], np.ones(8))
   np.testing.assert_array_equal(got['dense']['kernel'], np.zeros((4, 8)))
 
@@ -246,28 +275,28 @@ def test_graft_from_a_wrong_place_is_an_error(store, state, fresh, tmp_path):
   save(store, 5, state=state)
   run = os.path.dirname(store.folder)
   with pytest.raises(CheckpointError, match=f'no such folder; did you mean {run}'):
-    checkpoint.graft(fresh, run + 'x')
+    graft.graft(fresh, run + 'x')
   with pytest.raises(CheckpointError, match=r"no step '6'; nearest: \[5\]"):
-    checkpoint.graft(fresh, run + ':6')
+    graft.graft(fresh, run + ':6')
   with pytest.raises(CheckpointError, match='none of its 2 arrays fits'):
-    checkpoint.graft({'other': jnp.zeros(3)}, run)
+    graft.graft({'other': jnp.zeros(3)}, run)
   path = tmp_path / 'weights.safetensors'
   with pytest.raises(CheckpointError, match='no such file'):
-    checkpoint.graft(fresh, str(path))
+    graft.graft(fresh, str(path))
   path.write_bytes(b'\x80\x04cposix\nsystem\n.')             # a pickle under another name
   with pytest.raises(CheckpointError, match='not a safetensors file'):
-    checkpoint.graft(fresh, str(path))
+    graft.graft(fresh, str(path))
 
 
 def test_graft_from_safetensors(fresh, tmp_path):
   from safetensors.numpy import save_file
   save_file({'dense/bias': np.arange(8, dtype=np.float32)}, str(tmp_path / 'w.safetensors'))
-  got = checkpoint.graft(fresh, str(tmp_path / 'w.safetensors'))
+  got = graft.graft(fresh, str(tmp_path / 'w.safetensors'))
   np.testing.assert_array_equal(got['dense']['bias'], np.arange(8))
   save_file({'dense/bias': np.zeros(8, np.float32)}, str(tmp_path / 'w.safetensors'), {'preprocess': 'caffe'})
   config = ml_collections.ConfigDict({'model': {'preprocess': 'imagenet'}})
   with pytest.raises(CheckpointError, match="need config.model.preprocess = 'caffe', not 'imagenet'"):
-    checkpoint.graft(fresh, str(tmp_path / 'w.safetensors'), config=config)
+    graft.graft(fresh, str(tmp_path / 'w.safetensors'), config=config)
 
 
 def test_split_and_join_are_inverse(state):

@@ -30,7 +30,7 @@ def make(raw_root, out, shards=1):
 def batches(source, count, batch_size=4, rows=None, train=False, **options):
   config = core.core().input
   config.update(options)
-  it = iter(pipeline.Batches(source, config, batch_size, rows or (0, batch_size), train=train))
+  it = iter(pipeline.Batches(source, config, batch_size, rows or range(batch_size), train=train))
   return [next(it) for _ in range(count)]
 
 
@@ -279,7 +279,7 @@ def test_augmentation_never_repeats_and_replays(tmp_path):
   source = coco.source(make(raw.write(), tmp_path / 'out'), 'train', IMAGE, AUGMENT, 8)
 
   def hashes(threads):
-    found = [batches(source, 8, 16, rows, train=True, threads=threads) for rows in ((0, 8), (8, 16))]
+    found = [batches(source, 8, 16, rows, train=True, threads=threads) for rows in (range(8), range(8, 16))]
     return [zlib.crc32(image.tobytes()) for host in found for b in host for image in b['image']]
   first = hashes(1)
   assert len(set(first)) == len(first) == 128 and hashes(4) == first

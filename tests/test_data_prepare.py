@@ -33,7 +33,7 @@ def train(folder, count=6, **options):
   source = coco.source(str(folder), 'train', ConfigDict({'size': 32}), None, 8, people=4)
   config = core.core().input
   config.update(options)
-  batches = pipeline.Batches(source, config, 4, (0, 4), train=True)
+  batches = pipeline.Batches(source, config, 4, range(4), train=True)
   return [b for b, _ in zip(iter(batches), range(count))], batches.bad
 
 

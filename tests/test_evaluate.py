@@ -82,7 +82,7 @@ def test_meshes_that_do_not_fit_are_refused():
     with pytest.raises(ConfigError, match='config.mesh'):
       meshes.make(shape)
   mesh = meshes.make({'data': 4, 'fsdp': 2, 'tensor': 1})
-  assert meshes.rows(mesh, 32) == (0, 32)
+  assert meshes.rows(mesh, 32).fed == tuple(range(32)) and meshes.rows(mesh, 32).speaks.all()
   with pytest.raises(ConfigError, match='input.batch_size = 12 is not a multiple of data x fsdp = 8'):
     meshes.rows(mesh, 12)
   assert meshes.padded(mesh, 12) == 16
@@ -91,8 +91,9 @@ def test_meshes_that_do_not_fit_are_refused():
 def test_rules_decide_shardings_and_the_audit_finds_dead_ones():
   P = jax.sharding.PartitionSpec
   mesh = meshes.make({'data': 4, 'fsdp': 2, 'tensor': 1})
-  shapes = {'params': {'a': {'kernel': jax.ShapeDtypeStruct((4, 6), np.float32)}, 'b': jax.ShapeDtypeStruct((6,), np.float32)},
-            'opt': {'mu': {'a': {'kernel': jax.ShapeDtypeStruct((4, 6), np.float32)}}, 'count': jax.ShapeDtypeStruct((), np.int32)}}
+  of = lambda *shape: jax.ShapeDtypeStruct(shape, np.float32)
+  shapes = {'params': {'a': {'kernel': of(4, 6)}, 'b': of(6)}, 'opt': {'mu': {'a': {'kernel': of(4, 6)}},
+            'count': of()}}
   rules = ((r'kernel$', P(None, 'fsdp'), 'columns'),)
   got = sharding.layout(rules, shapes, mesh)
   assert got['params']['a']['kernel'].spec == got['opt']['mu']['a']['kernel'].spec == P(None, 'fsdp')

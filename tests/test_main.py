@@ -57,8 +57,9 @@ def test_what_is_missing_is_said(capsys, tmp_path, monkeypatch):
 def test_values_take_the_type_of_the_default():
   config = toy.get_config()
   config.numbers, config.name = (0.9, 0.99), ''
-  rest = core.override(config, ['lab', '--config.optim.learning_rate=1', '--config.name=a=b', '--config.numbers=(0.5,1)',
-                                '--config.optim.ema=None', '--config.input.cache', 'false', '--other=3'])
+  rest = core.override(config, ['lab', '--config.optim.learning_rate=1', '--config.name=a=b',
+                                '--config.numbers=(0.5,1)', '--config.optim.ema=None', '--config.input.cache', 'false',
+                                '--other=3'])
   assert rest == ['lab', '--other=3']
   assert (config.optim.learning_rate, config.name, config.numbers) == (1.0, 'a=b', (0.5, 1))
   assert isinstance(config.optim.learning_rate, float) and config.optim.ema == 0.0 and config.input.cache is False
@@ -76,7 +77,8 @@ def test_an_explicit_platform_that_is_missing_ends_at_once(lab, tmp_path):
 def test_a_configuration_error_takes_no_tensorflow_and_no_device(tmp_path):
   code = ('import sys; from lab import main; code = main.main(["lab", "--config=configs/pose.py", "--workdir=x", '
           '"--config.model.backbon=vgg"]); assert not any(m.split(".")[0] in ("tensorflow", "orbax", "clu", "cv2") '
-          'for m in sys.modules), "heavy imports"; import jax; assert not jax._src.xla_bridge._backends; sys.exit(code)')
+          'for m in sys.modules), "heavy imports"; import jax; assert not jax._src.xla_bridge._backends; '
+          'sys.exit(code)')
   done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, timeout=120)
   assert done.returncode == 2, done.stderr
   assert 'did you mean --config.model.backbone?' in done.stderr

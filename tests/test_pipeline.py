@@ -36,7 +36,7 @@ def write(folder, payloads, shards=1):
 
 
 def take(source, count, batch_size=8, rows=None, train=True, seed=0, start=0, **changes):
-  it = iter(pipeline.Batches(source, options(**changes), batch_size, rows or (0, batch_size), train=train, seed=seed,
+  it = iter(pipeline.Batches(source, options(**changes), batch_size, rows or range(batch_size), train=train, seed=seed,
                              start=start))
   return [next(it) for _ in range(count)]
 
@@ -83,13 +83,13 @@ def test_threads_change_nothing(numbers):
 def test_hosts_rows_join_to_the_global_batch(numbers, hosts, train):
   whole = take(numbers, 13, batch_size=8, train=train)
   rows = 8 // hosts
-  parts = [take(numbers, 13, batch_size=8, rows=(h * rows, (h + 1) * rows), train=train) for h in range(hosts)]
+  parts = [take(numbers, 13, batch_size=8, rows=range(h * rows, (h + 1) * rows), train=train) for h in range(hosts)]
   assert same(whole, [{k: np.concatenate([p[i][k] for p in parts]) for k in whole[0]} for i in range(13)])
 
 
 @pytest.mark.parametrize('batch_size', [1, 8, 64, 128])
 def test_evaluation_covers_every_record_once(numbers, batch_size):
-  batches = list(pipeline.Batches(numbers, options(), batch_size, (0, batch_size), train=False))
+  batches = list(pipeline.Batches(numbers, options(), batch_size, range(batch_size), train=False))
   mask = joined(batches, 'mask')
   assert {b['value'].shape for b in batches} == {(batch_size,)} and mask.sum() == SIZE
   assert joined(batches)[mask > 0].tolist() == list(range(SIZE))
@@ -139,7 +139,7 @@ def test_bad_record_is_left_out_and_counted(numbers, tmp_path, cache, train, fau
   source = write(tmp_path, texts, shards=3)
   if fault == 'checksum':
     broken_payload(source.read[1])                     # record 35 + 5
-  batches = pipeline.Batches(source, options(cache=cache, bad_limit=0.02), 8, (0, 8), train=train)
+  batches = pipeline.Batches(source, options(cache=cache, bad_limit=0.02), 8, range(8), train=train)
   found = [b for b, _ in zip(iter(batches), range(13))]
   assert batches.bad == [40]
   for bad, good in zip(found, take(numbers, 13, train=train), strict=True):
@@ -157,7 +157,7 @@ def test_too_many_bad_records_stop(tmp_path):
 
 def test_bad_first_record_is_no_filler(numbers, tmp_path):
   source = write(tmp_path, ['no number' if i in (0, 50) else str(i) for i in range(SIZE)])
-  batches = list(pipeline.Batches(source, options(bad_limit=0.02), 8, (0, 8), train=False))
+  batches = list(pipeline.Batches(source, options(bad_limit=0.02), 8, range(8), train=False))
   assert joined(batches)[joined(batches, 'mask') > 0].tolist() == [i for i in range(SIZE) if i not in (0, 50)]
 
 

@@ -28,8 +28,8 @@ def read(workdir, name='metrics.jsonl'):
 
 
 def arrays(workdir, step):
-  """Every array of a checkpoint as stored: its checksums, by path."""
-  return Checkpoints(str(workdir)).meta(step)['checksums']
+  """Every array of a checkpoint: type, shape and checksum, by path."""
+  return Checkpoints(str(workdir)).meta(step)['arrays']
 
 
 @pytest.fixture(scope='module')

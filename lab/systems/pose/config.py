@@ -32,7 +32,7 @@ def get_config() -> ConfigDict:
   })
   config.model = ConfigDict({
       'backbone': 'vgg19_10',    # vgg19_10, vgg16_7 (stride 8) or small (stride 4)
-      'preprocess': 'imagenet',  # what the backbone's weights expect: imagenet (RGB, mean and deviation), caffe (BGR - mean), unit
+      'preprocess': 'imagenet',  # what its weights expect: imagenet (RGB, mean, deviation), caffe (BGR - mean), unit
       'paf_stages': 4,
       'heatmap_stages': 2,
       'width_first': 96,         # of the blocks in the first stage of each kind
@@ -72,5 +72,5 @@ def get_config() -> ConfigDict:
       'score_min': 0.2,          # mean part score of a person
       'flip': False,             # average with the mirrored picture
   })
-  config.unlock()
+  config.lock()
   return config

@@ -29,8 +29,8 @@ def candidates(paf: Array, heatmap: Array, size: int, config) -> Candidates:
   Args:
     paf: f32[B, N, N, L, 2], part affinity fields, (y, x); L may be 17 (the tree) or 24 (with the redundant limbs).
     heatmap: f32[B, N, N, 18 or 19], the background last where there is one; it is not read.
-    size: px, side of the square picture that the maps cover; cell i lies at (i + 1/2) size / N - 1/2, pixel centres being whole
-      numbers.
+    size: px, side of the square picture that the maps cover; cell i lies at (i + 1/2) size / N - 1/2, for pixel
+      centres are whole numbers.
     config: the section `decode` of a pose configuration.
 
   Values that are not finite count as 0. Cao et al., arXiv 1812.08008, section 3.3; the penalty for long limbs is that

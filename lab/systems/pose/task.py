@@ -8,12 +8,12 @@ import numpy as np
 from data_pipelines import coco, inputs
 from jax.sharding import PartitionSpec as P
 
-from lab.config import choice
+from lab.config import choice, flatten
 from lab.systems.pose import assemble, decode, draw, losses, model, score, skeleton, targets
 from lab.task import ConfigError, Task
 
 RULES = (
-    (r'out/kernel$', P(None, ('fsdp', 'tensor')), 'a 1x1 convolution as a matrix; its outputs are independent'),
+    (r'(paf|heatmap)\d+/out/kernel$', P(None, ('fsdp', 'tensor')), 'a 1x1 convolution; its outputs are independent'),
     (r'kernel$', P(None, None, None, ('fsdp', 'tensor')), 'output channels of a convolution are independent'),
 )
 
@@ -76,9 +76,21 @@ def check(config) -> None:
   multiple = model.MULTIPLE[config.model.backbone]
   if config.image.size % multiple or config.image.size < 1:
     raise ConfigError(f'config.image.size = {config.image.size}: {config.model.backbone} takes multiples of {multiple}')
-  for key in ('paf_stages', 'heatmap_stages', 'blocks'):
-    if config.model[key] < 1:
-      raise ConfigError(f'config.model.{key} = {config.model[key]}: expected at least 1')
+  flat = flatten(config)
+  for key in ('model.paf_stages', 'model.heatmap_stages', 'model.blocks', 'data.people', 'decode.peaks',
+              'decode.samples'):
+    if flat[key] < 1:
+      raise ConfigError(f'config.{key} = {flat[key]}: expected at least 1')
+  for key in ('target.sigma_px', 'target.paf_width_px', 'target.paf_s_px2', 'augment.scale_min'):
+    if flat[key] <= 0:
+      raise ConfigError(f'config.{key} = {flat[key]}: expected more than 0')
+  if not 0 <= config.model.dropout < 1:
+    raise ConfigError(f'config.model.dropout = {config.model.dropout}: expected at least 0 and less than 1')
+  if config.augment.scale_min > config.augment.scale_max:
+    raise ConfigError(f'config.augment.scale_min = {config.augment.scale_min} is more than scale_max')
+  cells = config.image.size // model.stride(config)
+  if config.decode.peaks > cells**2:
+    raise ConfigError(f'config.decode.peaks = {config.decode.peaks}: there are only {cells} x {cells} cells')
 
 
 def _people(options, outputs, batch, i) -> list[dict]:

@@ -28,9 +28,10 @@ def opened(name: str) -> Iterator[Film]:
   applied. A film that ends before its announced length gives the frames there are, with a warning.
   """
   import cv2
-  camera = name.isdigit() and not os.path.exists(name)
+  camera = name.isdecimal() and not os.path.exists(name)
   if not camera and not os.path.isfile(name):
     raise DataError(f'{name}: no such film')
+  level = cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)   # what it would print, our message says
   capture = cv2.VideoCapture(int(name)) if camera else cv2.VideoCapture(name)
   try:
     there, first = capture.read() if capture.isOpened() else (False, None)
@@ -46,6 +47,7 @@ def opened(name: str) -> Iterator[Film]:
     yield Film(fps, first.shape[:2], _frames(capture, first, promised, name))
   finally:
     capture.release()
+    cv2.utils.logging.setLogLevel(level)
 
 
 def _frames(capture, frame, promised, name):

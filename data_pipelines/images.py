@@ -9,6 +9,7 @@ import functools
 import logging
 import os
 import secrets
+import warnings
 from typing import Iterator, NamedTuple, Sequence
 
 import numpy as np
@@ -35,7 +36,7 @@ def read(path: str | os.PathLike, pixels_max: int = PIXELS_MAX) -> np.ndarray:
   if not os.path.isfile(path):
     raise DataError(f'{path}: {"a folder, not a picture" if os.path.isdir(path) else "no such file"}')
   try:
-    with Image.open(path) as image:
+    with warnings.catch_warnings(action='error', category=Image.DecompressionBombWarning), Image.open(path) as image:
       width, height = image.size
       if width * height <= pixels_max:
         return _upright(_rgb(image, path), _orientation(image, path))
@@ -97,7 +98,7 @@ def list_inputs(path: str) -> Inputs:
   In a folder only files with a known suffix count, hidden ones don't. A single file is a picture if its suffix says so,
   else a film. Raises DataError where nothing is found.
   """
-  if path.isdigit() and not os.path.exists(path):
+  if path.isdecimal() and not os.path.exists(path):
     return Inputs('camera', (path,))
   if os.path.isdir(path):
     names = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names

@@ -1,4 +1,4 @@
-"""Weights from elsewhere: another run's checkpoint or a .safetensors file, array by array, with nothing taken silently."""
+"""Weights from elsewhere: another run's checkpoint or a .safetensors file, nothing taken silently."""
 
 import contextlib
 import difflib

@@ -74,7 +74,7 @@ def _run(task, config) -> int:
   if FLAGS.mode != 'train' and not os.path.isdir(FLAGS.workdir):
     raise checkpoint.CheckpointError(f'--workdir={FLAGS.workdir}: no such folder; train first, or correct it')
   _compilation_cache()
-  if FLAGS.mode == 'train' or FLAGS.input.isdigit():
+  if FLAGS.mode == 'train' or FLAGS.input.isdecimal():
     mesh.listen(alone=not (FLAGS.distributed or 'JAX_COORDINATOR_ADDRESS' in os.environ))
   mesh.start(config.platform, FLAGS.distributed)
   if FLAGS.mode == 'eval':

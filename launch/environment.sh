@@ -25,11 +25,15 @@ make_environment() {
   fi
   python=$(find_python) || return
   echo "making the environment in $venv with $("$python" --version); about a minute" >&2
-  if [ ! -x "$venv/bin/python" ]; then
-    "$python" -m venv "$venv"
+  mkdir -p "$venv"
+  exec 9>"$venv.lock"
+  flock 9                                      # of two starts at once, one makes it
+  if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then      # missing, or left half made
+    "$python" -m venv --clear "$venv"
   fi
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check uv -c "$root/constraints.txt"
   VIRTUAL_ENV=$venv UV_PYTHON_DOWNLOADS=never "$venv/bin/uv" pip install --quiet -e "$root${extras:+[$extras]}" \
     -c "$root/constraints.txt"
   echo "$stamp" > "$done_"
+  exec 9>&-
 }

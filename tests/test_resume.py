@@ -154,34 +154,49 @@ def finish(process):
   return process.returncode, output
 
 
-def kill_at_random(lab, workdir, rng, config='tests/toy.py', arguments=()):
-  """Starts the program and kills it with -9 at a random moment, from the import to the last save."""
-  process = lab(f'--workdir={workdir}', *arguments, config=config)
+def kill_at_random(lab, workdir, rng, config):
+  """Starts the program and kills it with -9 at a random moment, from the first step's compilation to the last save."""
+  process = lab(f'--workdir={workdir}', config=config)
   begun = time.monotonic()
-  wait = rng.uniform(0, 1)
   for line in process.stdout:
     if 'training from step' in line:
       break
-  life = time.monotonic() - begun
-  time.sleep(wait * 0.35 * life)          # of the order of the training itself, whatever the machine's speed
+  time.sleep(rng.uniform(0, 0.5) * (time.monotonic() - begun))     # in units of the start, whatever the machine's speed
   process.send_signal(signal.SIGKILL)
-  process.communicate()
+  process.wait()
 
 
-def test_kill_9_at_random_moments_changes_no_bit(lab, tmp_path):
-  rng = random.Random(0)
-  code, output = finish(lab(f'--workdir={tmp_path}/whole'))
+CONFIGS = ('tests/toy.py', 'configs/pose.py:smoke')
+
+
+@pytest.fixture(scope='module')
+def uninterrupted(tmp_path_factory):
+  """config -> the digest and metric rows of a run that nothing stopped; made once."""
+  made = {}
+
+  def get(lab, config):
+    if config not in made:
+      workdir = tmp_path_factory.mktemp('uninterrupted')
+      code, output = finish(lab(f'--workdir={workdir}', config=config))
+      assert code == 0, output
+      made[config] = DIGEST.findall(output), read(workdir)
+    return made[config]
+  return get
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize('config', CONFIGS)
+@pytest.mark.parametrize('moment', range(int(os.environ.get('LAB_KILLS', '1'))))
+def test_kill_9_at_a_random_moment_changes_no_bit(lab, tmp_path, uninterrupted, config, moment):
+  kill_at_random(lab, tmp_path, random.Random(moment), config)
+  code, output = finish(lab(f'--workdir={tmp_path}', config=config))
   assert code == 0, output
-  for _ in range(int(os.environ.get('LAB_KILLS', '2'))):
-    kill_at_random(lab, tmp_path / 'killed', rng)
-  code, killed = finish(lab(f'--workdir={tmp_path}/killed'))
-  assert code == 0, killed
-  assert DIGEST.findall(killed) == DIGEST.findall(output)
-  assert read(tmp_path / 'killed') == read(tmp_path / 'whole')
+  assert (DIGEST.findall(output), read(tmp_path)) == uninterrupted(lab, config)
 
 
-def test_sigterm_saves_and_exits_75(lab, tmp_path):
-  process = lab(f'--workdir={tmp_path}/stopped')
+@pytest.mark.parametrize('config', CONFIGS)
+def test_sigterm_saves_and_exits_75(lab, tmp_path, uninterrupted, config):
+  process = lab(f'--workdir={tmp_path}', config=config)
   for line in process.stdout:
     if line.startswith('step 2/'):
       break
@@ -190,13 +205,54 @@ def test_sigterm_saves_and_exits_75(lab, tmp_path):
   code, output = finish(process)
   assert code == 75, output
   assert 'start the same command again' in output
-  step = Checkpoints(str(tmp_path / 'stopped')).steps()[-1]
-  assert 2 <= step < 20
-  code, output = finish(lab(f'--workdir={tmp_path}/stopped'))
+  step = Checkpoints(str(tmp_path)).steps()[-1]
+  assert step >= 2
+  code, output = finish(lab(f'--workdir={tmp_path}', config=config))
   assert code == 0 and f'resumed at step {step}' in output
-  code, whole = finish(lab(f'--workdir={tmp_path}/whole'))
-  assert DIGEST.findall(output) == DIGEST.findall(whole)
-  assert read(tmp_path / 'stopped') == read(tmp_path / 'whole')
+  assert (DIGEST.findall(output), read(tmp_path)) == uninterrupted(lab, config)
+
+
+def test_an_evaluation_that_was_interrupted_is_done_at_the_next_start(toy_config, tmp_path, monkeypatch, whole):
+  asked = []
+  monkeypatch.setattr(meshes, 'interrupted', lambda: asked.append(1) or len(asked) == 4)       # in that of step 10
+  monkeypatch.setattr(meshes, 'preempted', lambda step: step == 10)
+  with pytest.raises(meshes.Preempted, match='step 10 '):
+    run(toy_config, tmp_path)
+  assert Checkpoints(str(tmp_path)).meta(10)['notes']['evaluation_due']
+  monkeypatch.setattr(meshes, 'interrupted', lambda: False)
+  monkeypatch.setattr(meshes, 'preempted', lambda step: False)
+  run(toy_config, tmp_path)
+  assert read(tmp_path) == read(whole)
+
+
+def test_the_second_epoch_compiles_nothing(toy_config, tmp_path, monkeypatch):
+  steps, make = [], train.make_step
+  monkeypatch.setattr(train, 'make_step', lambda *a: steps.append(make(*a)) or steps[-1])
+  run(toy_config, tmp_path)                 # 20 steps of 8 are more than five epochs of 30
+  assert steps[0]._cache_size() == 1
+
+
+def test_broken_records_are_remembered(toy_config, tmp_path, monkeypatch):
+  toy_config.input.bad_limit = 0.5
+  made = []
+
+  class Bad(train.pipeline.Batches):
+    """Batches that know of a bad record from the second step on."""
+
+    def __iter__(self):
+      made.append(self)
+      for batch in super().__iter__():
+        if self.train and self.step == 2 and not self.bad:
+          self.bad.append(7)
+        yield batch
+  monkeypatch.setattr(train.pipeline, 'Batches', Bad)
+  monkeypatch.setattr(meshes, 'preempted', lambda step: step == 6)
+  with pytest.raises(meshes.Preempted):
+    run(toy_config, tmp_path)
+  monkeypatch.setattr(meshes, 'preempted', lambda step: False)
+  run(toy_config, tmp_path)
+  rows = [json.loads(line) for line in read(tmp_path).splitlines()]
+  assert [r.get('bad_records') for r in rows if r['split'] == 'train'] == [None] + [1] * 19
 
 
 def test_two_runs_never_share_a_workdir(tmp_path):

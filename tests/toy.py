@@ -28,7 +28,6 @@ def get_config(variant: str = '') -> ConfigDict:
   config.optim.ema = 0.9
   config.checkpoint.steps = 5
   config.checkpoint.best = '-error'
-  config.unlock()
   return config
 
 

@@ -321,7 +321,8 @@ coco = pytest.mark.skipif(not COCO.is_dir(), reason=f'needs the COCO photographs
 
 
 @coco
-@pytest.mark.parametrize('cells, redundant, width, least', [(46, False, 8.0, .74), (46, True, 8.0, .84), (92, True, 4.0, .87)])
+@pytest.mark.parametrize('cells, redundant, width, least',
+                         [(46, False, 8.0, .74), (46, True, 8.0, .84), (92, True, 4.0, .87)])
 def test_perfect_labels_come_back(cells, redundant, width, least):
   found = oracle(labeller(cells, redundant, 'hard', width), decoder())
   print(f'\noracle {cells}x{cells}, {24 if redundant else 17} limbs: AP {found:.3f}', file=sys.stderr)

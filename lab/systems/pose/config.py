@@ -9,6 +9,14 @@ def get_config() -> ConfigDict:
   """The full-size network of the 2018 paper's kind (PAF stages, then heatmap stages) on COCO."""
   config = core.core()
   config.task = 'lab.systems.pose.task'
+  _pictures(config)
+  _network(config)
+  config.lock()
+  return config
+
+
+def _pictures(config) -> None:
+  """What the network sees."""
   config.data = ConfigDict({
       'dir': 'sample',           # folder of a prepared data set; 'sample': the photographs that ship with the lab
       'train': 'train',          # split trained on
@@ -30,6 +38,10 @@ def get_config() -> ConfigDict:
       'saturation': 0.2,         # factor uniform in 1 +- this
       'hue': 0.05,               # uniform in +- turns
   })
+
+
+def _network(config) -> None:
+  """What it is, learns and is read out with."""
   config.model = ConfigDict({
       'backbone': 'vgg19_10',    # vgg19_10, vgg16_7 (stride 8) or small (stride 4)
       'preprocess': 'imagenet',  # what its weights expect: imagenet (RGB, mean, deviation), caffe (BGR - mean), unit
@@ -72,5 +84,3 @@ def get_config() -> ConfigDict:
       'score_min': 0.2,          # mean part score of a person
       'flip': False,             # average with the mirrored picture
   })
-  config.lock()
-  return config

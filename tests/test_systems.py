@@ -1,0 +1,116 @@
+"""What every system promises the core, on its smoke recipe."""
+
+import glob
+import importlib
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from data_pipelines import pipeline
+
+from lab import evaluate, mesh as meshes, metrics, optim, sharding, train
+from lab.task import load
+from tests.conftest import ROOT
+
+ONE = {'data': 1, 'fsdp': 1, 'tensor': 1}
+RECIPES = sorted(os.path.basename(p)[:-3] for p in glob.glob(os.path.join(ROOT, 'configs', '*.py')) if '__' not in p)
+
+
+@pytest.fixture(params=RECIPES)
+def config(request):
+  return importlib.import_module(f'configs.{request.param}').get_config('smoke')
+
+
+def on(shape, devices, config, monkeypatch):
+  """The mesh of a shape on so many devices, wherever the core makes one."""
+  make = meshes.make
+  mesh = make(shape, jax.devices()[:devices])
+  monkeypatch.setattr(meshes, 'make', lambda *a: mesh)
+  return mesh
+
+
+def first_batch(task, config, split='train'):
+  batches = pipeline.Batches(task.source(split), config.input, config.input.batch_size,
+                             range(config.input.batch_size), train=split == 'train', seed=config.seed)
+  return batches, next(iter(batches))
+
+
+def initial(task, config, batches):
+  tx, _ = optim.make(config.optim, config.total_steps)
+  return tx, jax.jit(train.initial(task, tx, config, batches.spec(1)))()
+
+
+@pytest.mark.parametrize('shape', [{'data': 8, 'fsdp': 1, 'tensor': 1}, {'data': 2, 'fsdp': 2, 'tensor': 2}])
+def test_one_device_equals_eight(config, tmp_path, monkeypatch, shape):
+  config.input.batch_size = 8
+  config.total_steps = 10
+  config.eval_steps = 5
+  rows = {}
+  for name, (mesh, devices) in {'one': (ONE, 1), 'eight': (shape, 8)}.items():
+    with monkeypatch.context() as patch:
+      on(mesh, devices, config, patch)
+      train.run(load(config), config, str(tmp_path / name))
+    rows[name] = [json.loads(line) for line in (tmp_path / name / 'metrics.jsonl').read_text().splitlines()]
+  for a, b in zip(rows['one'], rows['eight'], strict=True):
+    assert a.keys() == b.keys() and (a['step'], a['split']) == (b['step'], b['split'])
+    if a['split'] == 'train':
+      np.testing.assert_allclose(a['loss'], b['loss'], rtol=1e-5)
+  # evaluation of one and the same state, on either mesh: every sum
+  state = {}
+  for name, (mesh, devices) in {'one': (ONE, 1), 'eight': (shape, 8)}.items():
+    with monkeypatch.context() as patch:
+      mesh = on(mesh, devices, config, patch)
+      task = load(config)
+      task = task._replace(finish=lambda totals: {f'{k}/{i}': v for k, p in totals.items() for i, v in enumerate(p)})
+      with jax.set_mesh(mesh):
+        _, first = initial(task, config, first_batch(task, config)[0])
+        state[name], _ = evaluate.make(task, config, mesh)(first.params, first.stats)
+  assert state['one'].keys() == state['eight'].keys()
+  for k in state['one']:
+    np.testing.assert_allclose(state['one'][k], state['eight'][k], rtol=1e-5, err_msg=k)
+
+
+def test_padding_leaves_every_sum_unchanged(config):
+  task = load(config)
+  batches, batch = first_batch(task, config)
+  _, state = initial(task, config, batches)
+  padded = {k: np.concatenate([v, np.zeros_like(v)]) for k, v in batch.items()}
+  measure = jax.jit(task.measure)
+  a, b = (jax.device_get(measure(state.params, state.stats, x)) for x in (batch, padded))
+  for k in a:
+    np.testing.assert_allclose(a[k], b[k], rtol=1e-5, atol=1e-7, err_msg=k)
+  nothing = jax.device_get(measure(state.params, state.stats, {**batch, 'mask': np.zeros_like(batch['mask'])}))
+  assert all(weight == 0 and total == 0 for total, weight in nothing.values())
+
+
+def test_one_batch_is_learnt(config):
+  task = load(config)
+  batches, batch = first_batch(task, config)
+  tx, state = initial(task, config, batches)
+
+  @jax.jit
+  def step(state, batch):
+    key = jax.random.fold_in(jax.random.key(0), state.step)
+    (loss, (stats, _)), grads = jax.value_and_grad(task.loss, has_aux=True)(
+        state.params, state.stats, batch, key, state.step)
+    params, opt, _, _ = tx.update(loss, grads, state.opt, state.params, jnp.int32(2))
+    return state._replace(step=state.step + 1, params=params, stats=stats, opt=opt), loss
+  losses = []
+  for _ in range(40):
+    state, loss = step(state, batch)
+    losses.append(float(loss))
+  assert losses[-1] < 0.8 * losses[0]
+
+
+def test_records_serialise_and_rules_live(config):
+  task = load(config)
+  batches, batch = first_batch(task, config, 'eval')
+  _, state = initial(task, config, batches)
+  outputs = jax.device_get(jax.jit(task.predict)(state.params, state.stats, batch, jax.random.key(0)))
+  records = list(task.records(outputs, batch))
+  assert len(records) == len(batch['mask']) and json.loads(json.dumps(records)) == records
+  sharding.audit(task.rules, state)
+  assert metrics.ratios(metrics.merge({}, jax.device_get(task.measure(state.params, state.stats, batch))))

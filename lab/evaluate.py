@@ -65,8 +65,8 @@ def real_rows(outputs: Any, batch: dict, speaks) -> tuple[Any, dict]:
 
 
 def summary(scalars: Scalars) -> str:
-  """The scores of an evaluation in one line."""
-  return '  '.join(f'{k} {v:.4g}' for k, v in scalars.items())
+  """The scores of an evaluation in one line; those of single stages or layers, named with a slash, stay in the log."""
+  return '  '.join(f'{k} {v:.4g}' for k, v in scalars.items() if '/' not in k and v is not None)
 
 
 def run(task: Task, config, workdir: str, which: str) -> Scalars:

@@ -145,6 +145,9 @@ def _loop(config, mesh, batches, step, state, checkpoints, log, judge) -> TrainS
     aside = time.monotonic()
     due = i == total or config.eval_steps and i % config.eval_steps == 0
     scores = _evaluate(i, state, judge, log) if due else None
+    best = config.checkpoint.best.lstrip('-')
+    if scores and best and best not in scores:
+      raise ConfigError(f'config.checkpoint.best = {best!r}: evaluation gives {", ".join(sorted(scores))}')
     stop = meshes.preempted(i) and (i < total or scores is None)
     if stop or i == total or config.checkpoint.steps and i % config.checkpoint.steps == 0:
       watch.settle()

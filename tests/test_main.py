@@ -67,11 +67,48 @@ def test_values_take_the_type_of_the_default():
     core.override(config, ['--config.seed'])
 
 
-def test_an_explicit_platform_that_is_missing_ends_at_once(lab, tmp_path):
-  output, _ = (process := lab(f'--workdir={tmp_path}/run', '--config.platform=gpu')).communicate(timeout=120)
+@pytest.mark.parametrize('platform', ['gpu', 'tpu'])
+def test_an_explicit_platform_that_is_missing_ends_at_once(lab, tmp_path, platform):
+  output, _ = (process := lab(f'--workdir={tmp_path}/run', f'--config.platform={platform}')).communicate(timeout=120)
   assert process.returncode == 2, output
-  assert "config.platform = 'gpu'" in output and 'cpu' in output.lower() and 'lock file' in output
+  assert f"config.platform = '{platform}'" in output and 'cpu' in output.lower() and 'lock file' in output
   assert not (tmp_path / 'run').exists()
+
+
+# absl remembers the flags of the last call
+DEFAULTS = ('--mode=train', '--step=latest', '--input=', '--output=', '--nodistributed')
+
+
+def toy_command(capsys, toy_data, workdir, *arguments):
+  return message(capsys, '--config=tests/toy.py', f'--config.data.dir={toy_data}', f'--workdir={workdir}', *DEFAULTS,
+                 *arguments)
+
+
+def test_a_wrong_checkpoint_path_never_trains(capsys, caplog, toy_data, tmp_path, monkeypatch):
+  monkeypatch.chdir(ROOT)
+  caplog.set_level('INFO')
+  monkeypatch.setattr(meshes, 'listen', lambda alone: None)
+  code, err = toy_command(capsys, toy_data, tmp_path / 'run', '--config.total_steps=2', '--config.optim.warmup_steps=0')
+  assert code == 0 and 'starting at step 0' in err and 'running on CPU' in caplog.text
+  for wrong, said in ((f'{tmp_path}/rnu', f'did you mean {tmp_path}/run?'),
+                      (f'{tmp_path}/run:7', "no step '7'; nearest: [2]"),
+                      (f'{tmp_path}/w.safetensors', 'no such file')):
+    code, err = toy_command(capsys, toy_data, tmp_path / 'next', f'--config.init_from={wrong}')
+    assert code == 5 and said in err and 'training from' not in err
+  code, err = toy_command(capsys, toy_data, tmp_path / 'run', '--mode=eval', '--step=3')
+  assert code == 5 and "no step '3'; nearest: [2]" in err
+  code, err = toy_command(capsys, toy_data, tmp_path / 'run', '--mode=eval', '--step=2')
+  assert code == 0 and 'examples 13' in err and (tmp_path / 'run' / 'eval_2.json').exists()
+
+
+def test_a_recipe_with_a_typo_is_refused(capsys, tmp_path, monkeypatch):
+  monkeypatch.chdir(ROOT)
+  recipe = tmp_path / 'mine.py'
+  for wrong in ('c.optim.learning_rte = 3.0', "c.model.update({'widht': 3})", "c.input.batch_size = 'ten'"):
+    recipe.write_text('from lab.systems.pose.config import get_config as shape\n\n\ndef get_config(variant=""):\n'
+                      f'  c = shape()\n  {wrong}\n  return c\n')
+    code, err = message(capsys, f'--config={recipe}', f'--workdir={tmp_path}/run')
+    assert code == 2 and str(recipe) in err and err.count('\n') == 1, err
 
 
 def test_a_configuration_error_takes_no_tensorflow_and_no_device(tmp_path):

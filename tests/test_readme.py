@@ -1,0 +1,65 @@
+"""Every command of the README runs, at the tests' size."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+from data_pipelines import prepare
+
+from lab import main
+from tests.conftest import ROOT
+
+# absl remembers the flags of the last call
+DEFAULTS = ('--mode=train', '--step=latest', '--input=', '--output=', '--nodistributed')
+SMALL = ('--config.input.batch_size=8', '--config.total_steps=2', '--config.eval_steps=0')
+
+
+def commands():
+  with open(os.path.join(ROOT, 'README.md'), encoding='utf-8') as f:
+    blocks = re.findall(r'```(\w*)\n(.*?)```', f.read(), re.S)
+  assert {language for language, _ in blocks} == {'bash'}
+  return [line for _, block in blocks for line in block.splitlines() if line.strip()]
+
+
+def lab(arguments, folder):
+  """The program's arguments, with the smoke recipe, in a folder of the test's."""
+  out = []
+  for a in arguments:
+    a = re.sub(r'^--config=configs/pose\.py(:\w+)?$', '--config=configs/pose.py:smoke', a)
+    a = re.sub(r'^(--workdir=|--output=|--config\.init_from=|--config\.data\.dir=)(runs|data)/',
+               rf'\g<1>{folder}/\2/', a)
+    out.append('--nodistributed' if a == '--distributed' else a)
+  training = not any(a.startswith('--mode=') for a in out)
+  return [*DEFAULTS, *out, *(SMALL if training else ('--config.input.eval_batch_size=8',))]
+
+
+@pytest.mark.timeout(900)
+def test_every_command_runs(tmp_path, monkeypatch, capfd):
+  monkeypatch.chdir(ROOT)
+  seen = []
+  for line in commands():
+    name, *arguments = shlex.split(re.sub(r'^(\w+=\S+ )+', '', line).replace('$COCO', 'data_pipelines/samples/pose'))
+    if name == 'launch/run.sh':
+      assert main.main(['lab', *lab(arguments, tmp_path)]) == 0, line
+    elif line.startswith('python -m data_pipelines.prepare'):
+      assert prepare.main([a.replace('data/', f'{tmp_path}/data/') if 'samples' not in a else a
+                           for a in ['prepare', *arguments[2:]]]) == 0, line
+    elif name == 'tensorboard':
+      assert shutil.which('tensorboard', path=os.path.dirname(sys.executable))
+    else:
+      assert name == 'launch/test.sh'
+      assert os.access(os.path.join(ROOT, name), os.X_OK)
+    seen.append(name)
+  assert len(seen) >= 10 and 'Done: 2 steps' in capfd.readouterr().err
+  assert os.path.getsize(tmp_path / 'runs/pose/predictions/predictions.jsonl') >= 0
+
+
+def test_scripts_are_valid_and_quote_their_arguments():
+  for script in ('launch/run.sh', 'launch/test.sh', 'launch/environment.sh', '.ci/run'):
+    subprocess.run(['bash', '-n', os.path.join(ROOT, script)], check=True)
+    with open(os.path.join(ROOT, script), encoding='utf-8') as f:
+      assert '$@' not in f.read().replace('"$@"', '')

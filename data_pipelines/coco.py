@@ -55,7 +55,7 @@ def builder():
 
 
 def prepare(raw_dir: str, out_dir: str, *, shards: int = 64) -> tuple[str, dict]:
-  """Writes the records of a raw COCO folder. Returns the prepared folder and the report. Raises DataError."""
+  """Writes a raw COCO folder's records, at most `shards` files a split: (prepared folder, report), or DataError."""
   if shards < 1:
     raise DataError(f'--shards={shards}: at least one')
   found, report = coco_raw.read(raw_dir), coco_raw.Report()
@@ -68,6 +68,7 @@ def prepare(raw_dir: str, out_dir: str, *, shards: int = 64) -> tuple[str, dict]
     if not kept[split]:
       raise DataError(f'{raw_dir}: no picture for the split {split!r}')
     most[split] = {'people_max': max(len(i.people) for i in kept[split])}
+  shards = min(shards, *map(len, kept.values()))       # a shard has at least one record
   options = {'annotations': {s: prepared.sha256(p) for s, (p, _) in coco_raw.files(raw_dir).items()}, 'shards': shards}
   folder = prepared.write(
       builder(), out_dir, {s: functools.partial(_records, s, images) for s, images in kept.items()}, dataset='coco',

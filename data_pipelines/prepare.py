@@ -25,7 +25,7 @@ FLAGS = flags.FlagValues()
 flags.DEFINE_string('raw_dir', '', 'Folder of the raw files.', flag_values=FLAGS)
 flags.DEFINE_string('out_dir', '', 'Folder that gets NAME/VERSION/ with the prepared data.', flag_values=FLAGS)
 flags.DEFINE_string('dir', '', 'Prepared folder to verify.', flag_values=FLAGS)
-flags.DEFINE_integer('shards', 64, 'Files a split is written to.', lower_bound=1, flag_values=FLAGS)
+flags.DEFINE_integer('shards', 64, 'Files a split, at most its records.', lower_bound=1, flag_values=FLAGS)
 flags.DEFINE_boolean('help', False, 'Print this help.', flag_values=FLAGS)
 FLAGS.set_gnu_getopt(True)
 

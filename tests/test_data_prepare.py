@@ -155,3 +155,8 @@ def test_folder_without_a_manifest_is_incomplete(folder):
   os.remove(folder / prepared.MANIFEST)
   with pytest.raises(DataError, match='manifest.json is missing'):
     train(folder)
+
+
+def test_there_are_never_more_shards_than_records(tmp_path):
+  folder = coco.prepare(coco_fixture.small_set(tmp_path / 'raw'), str(tmp_path / 'out'))[0]
+  assert all(1 <= len(s['shards']) <= s['records'] for s in prepared.manifest(folder)['splits'].values())

@@ -24,6 +24,17 @@ def config(request):
   return importlib.import_module(f'configs.{request.param}').get_config('smoke')
 
 
+FULL = {'pose': 'coco'}        # the variant for an accelerator
+
+
+@pytest.mark.parametrize('recipe, variant', [(r, v) for r in RECIPES for v in ('', 'smoke', FULL.get(r, 'full'))])
+def test_every_variant_is_a_valid_configuration(recipe, variant):
+  config = importlib.import_module(f'configs.{recipe}').get_config(variant)
+  train.check(config)
+  load(config)
+  assert config.is_locked and json.loads(config.to_json())['task'] == config.task
+
+
 def on(shape, devices, config, monkeypatch):
   """The mesh of a shape on so many devices, wherever the core makes one."""
   make = meshes.make

@@ -120,14 +120,19 @@ def rows(mesh: Mesh, batch_size: int, key: str = 'input.batch_size') -> Rows:
   parts = mesh.shape['data'] * mesh.shape['fsdp']
   if batch_size % parts:
     raise ConfigError(f'config.{key} = {batch_size} is not a multiple of data x fsdp = {parts} devices')
-  fed, speaker = set(), {}
+  fed, speaker, us = set(), {}, jax.process_index()
   for device, (span,) in NamedSharding(mesh, BATCH).devices_indices_map((batch_size,)).items():
     for row in range(*span.indices(batch_size)):
-      speaker[row] = min(device.process_index, speaker.get(row, device.process_index))
-      if device.process_index == jax.process_index():
+      speaker[row] = min(process_of(device), speaker.get(row, process_of(device)))
+      if process_of(device) == us:
         fed.add(row)
   fed = tuple(sorted(fed))
-  return Rows(fed, np.array([speaker[r] == jax.process_index() for r in fed]))
+  return Rows(fed, np.array([speaker[r] == us for r in fed], bool))
+
+
+def process_of(device) -> int:
+  """The number of the process that a device belongs to."""
+  return device.process_index
 
 
 def padded(mesh: Mesh, batch_size: int) -> int:

@@ -88,6 +88,21 @@ def test_meshes_that_do_not_fit_are_refused():
   assert meshes.padded(mesh, 12) == 16
 
 
+@pytest.mark.parametrize('order, shape, fed, speaks', [
+    (range(8), (8, 1, 1), [(0, 1, 2, 3), (4, 5, 6, 7)], [4, 4]),
+    ((0, 4, 1, 5, 2, 6, 3, 7), (8, 1, 1), [(0, 2, 4, 6), (1, 3, 5, 7)], [4, 4]),        # as on a torus
+    (range(8), (1, 1, 8), [range(8), range(8)], [8, 0]),                                # both feed, one speaks
+    ((0, 4, 1, 5, 2, 6, 3, 7), (4, 1, 2), [range(8), range(8)], [8, 0])])
+def test_every_row_is_spoken_for_once(monkeypatch, order, shape, fed, speaks):
+  devices = [jax.devices()[i] for i in order]
+  mesh = meshes.make(dict(zip(meshes.AXES, shape)), devices)
+  monkeypatch.setattr(meshes, 'process_of', lambda device: device.id // 4)             # two processes of four devices
+  for process in range(2):
+    monkeypatch.setattr(jax, 'process_index', lambda process=process: process)
+    rows = meshes.rows(mesh, 8)
+    assert rows.fed == tuple(fed[process]) and rows.speaks.sum() == speaks[process]
+
+
 def test_rules_decide_shardings_and_the_audit_finds_dead_ones():
   P = jax.sharding.PartitionSpec
   mesh = meshes.make({'data': 4, 'fsdp': 2, 'tensor': 1})

@@ -11,7 +11,6 @@ A batch is a pure function of (seed, step, data set): no buffer is shuffled and 
 resumes at any step without reading a skipped byte, and any number of processes sees the same global batches.
 """
 
-import glob
 import hashlib
 import logging
 import os
@@ -296,8 +295,3 @@ def available_bytes() -> int:
   """Memory that can be taken without swapping, in bytes."""
   with open('/proc/meminfo', encoding='ascii') as f:
     return next(int(line.split()[1]) << 10 for line in f if line.startswith('MemAvailable'))
-
-
-def shards(folder: str, pattern: str) -> tuple[str, ...]:
-  """Sorted files of a local folder that match a glob pattern."""
-  return tuple(sorted(glob.glob(os.path.join(glob.escape(folder), pattern))))

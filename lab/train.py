@@ -4,7 +4,7 @@ import contextlib
 import math
 import re
 import time
-from typing import Any, Callable
+from typing import Callable
 
 import jax
 import jax.numpy as jnp

@@ -47,8 +47,7 @@ def test_103_examples_are_103(toy_config, folder, devices, batch):
 def everything(folder):
   """All evaluation records in one pass, as float64."""
   tf = pipeline.tensorflow()
-  rows = [tf.io.parse_tensor(r, tf.float32).numpy() for r in tf.data.TFRecordDataset(
-      list(pipeline.shards(folder, 'eval-*.tfrecord')))]
+  rows = [tf.io.parse_tensor(r, tf.float32).numpy() for r in tf.data.TFRecordDataset(list(toy.shards(folder, 'eval')))]
   rows = np.array(rows, np.float64)
   return rows[:, :4], rows[:, 4]
 

@@ -55,7 +55,9 @@ def test_every_command_runs(tmp_path, monkeypatch, capfd):
       assert os.access(os.path.join(ROOT, name), os.X_OK)
     seen.append(name)
   assert len(seen) >= 10 and 'Done: 2 steps' in capfd.readouterr().err
-  assert os.path.getsize(tmp_path / 'runs/pose/predictions/predictions.jsonl') >= 0
+  out = os.listdir(tmp_path / 'runs/pose/predictions')
+  photographs = os.listdir(os.path.join(ROOT, 'data_pipelines/samples/pose/val'))
+  assert sorted(out) == sorted(['predictions.jsonl', *(f'{name}.png' for name in photographs)])
 
 
 def test_scripts_are_valid_and_quote_their_arguments():

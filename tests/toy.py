@@ -1,5 +1,6 @@
 """A task of one matrix on numbers in TFRecords: everything the core does, in a second."""
 
+import glob
 import os
 
 import jax
@@ -45,6 +46,11 @@ def write(folder: str, sizes=(('train', 30), ('eval', 13)), features: int = 4) -
   return folder
 
 
+def shards(folder: str, split: str) -> tuple[str, ...]:
+  """The files of a split, in order."""
+  return tuple(sorted(glob.glob(os.path.join(folder, f'{split}-*.tfrecord'))))
+
+
 def source(folder: str, split: str, size: int, noise: float = 0.0) -> pipeline.Source:
   """The split as the pipeline sees it."""
   tf = pipeline.tensorflow()
@@ -55,7 +61,7 @@ def source(folder: str, split: str, size: int, noise: float = 0.0) -> pipeline.S
 
   def augment(example, seed):
     return {**example, 'x': example['x'] + noise * tf.random.stateless_normal([4], seed)}
-  return pipeline.Source(pipeline.shards(folder, f'{split}-*.tfrecord'), decode, augment, size)
+  return pipeline.Source(shards(folder, split), decode, augment, size)
 
 
 def make_task(config) -> Task:

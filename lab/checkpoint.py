@@ -1,6 +1,6 @@
 """Orbax's door: save, resume exactly, restore weights.
 
-  workdir/checkpoints/<step>/   params  ema  stats  opt  meta
+  workdir/checkpoints/<step>/   params  ema  stats  moments  clock  meta
 A step exists once Orbax has renamed its folder, which is its last act: a kill at any moment leaves the step before.
 `meta` holds the config, package versions, the data's fingerprint, the evaluation's scores and a checksum of every
 array, compared at each restore. Nothing in a checkpoint is code.
@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import glob
 import hashlib
-import importlib.metadata
 import json
 import logging
 import os
@@ -24,11 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from lab.logs import versions
 from lab.sharding import paths
 from lab.task import TrainState
 
 log = logging.getLogger('lab')
-PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
+HEADS = {'params': 'params', 'ema': 'opt/ema', 'stats': 'stats', 'moments': 'opt/inner'}    # item -> its paths
 FAILURES = 3          # background saves in a row that may fail before the run ends
 
 
@@ -94,16 +94,18 @@ def digest(state: Any) -> str:
 
 def split(state: TrainState) -> dict[str, Any]:
   """The items of a checkpoint; weights lie apart from what only training needs. Empty ones are left out."""
-  items = {'params': state.params, 'ema': state.opt.ema, 'stats': state.stats,
-           'opt': {'step': state.step, 'inner': state.opt.inner, 'skipped': state.opt.skipped}}
+  opt = state.opt
+  items = {'params': state.params, 'ema': opt.ema, 'stats': state.stats, 'moments': opt.inner,
+           'clock': {'step': state.step, 'skipped': opt.skipped, 'rate': opt.rate, 'joint': opt.joint}}
   return {k: v for k, v in items.items() if jax.tree.leaves(v)}
 
 
 def join(items: Mapping[str, Any], like: TrainState) -> TrainState:
   """The inverse of split."""
-  opt = items['opt']
-  return TrainState(opt['step'], items['params'], items.get('stats', like.stats),
-                    like.opt._replace(inner=opt['inner'], ema=items.get('ema', like.opt.ema), skipped=opt['skipped']))
+  clock, opt = items['clock'], like.opt
+  return TrainState(clock['step'], items['params'], items.get('stats', like.stats), opt._replace(
+      inner=items.get('moments', opt.inner), ema=items.get('ema', opt.ema), skipped=clock['skipped'],
+      rate=clock['rate'], joint=clock['joint']))
 
 
 class Checkpoints:
@@ -262,7 +264,7 @@ class Checkpoints:
       try:
         meta = self.meta(step)
         self._compare(step, meta, abstract)
-        state = join(self._restore(step, split(abstract)), abstract)
+        state = join(self.restore(step, split(abstract)), abstract)
         verify(state, meta['arrays'], self.path(step))
       except Foreign:
         raise
@@ -288,12 +290,11 @@ class Checkpoints:
     name = 'ema' if os.path.isdir(os.path.join(self.path(step), 'ema')) else 'params'
     items = {name: abstract.params, **({'stats': abstract.stats} if jax.tree.leaves(abstract.stats) else {})}
     try:
-      got = self._restore(step, items)
+      got = self.restore(step, items)
     except Exception as e:
       raise CheckpointError(f'{self.path(step)} can\'t be read: {e}') from e
-    head = {'ema': 'opt/ema', 'params': 'params', 'stats': 'stats'}
     for item, tree in got.items():
-      verify(tree, _below(head[item], meta['arrays']), self.path(step))
+      verify(tree, below(HEADS[item], meta['arrays']), self.path(step))
     return step, got[name], got.get('stats', abstract.stats)
 
   def arrays(self, step: int) -> dict[str, np.ndarray]:
@@ -304,7 +305,7 @@ class Checkpoints:
     shape = reader.metadata(folder).item_metadata.tree
     args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shape)
     got = reader.restore(folder, restore_args=args)
-    verify(got, _below('opt/ema' if name == 'ema' else name, self.meta(step)['arrays']), folder)
+    verify(got, below(HEADS[name], self.meta(step)['arrays']), folder)
     return dict(paths(got))
 
   def find(self, which: str) -> int:
@@ -325,7 +326,8 @@ class Checkpoints:
       raise CheckpointError(f'{self.folder} has no step {which!r}; nearest: {sorted(near)}')
     return int(which)
 
-  def _restore(self, step, items):
+  def restore(self, step: int, items: Mapping[str, Any]) -> dict[str, Any]:
+    """The items of a step, such as 'params', as trees like the abstract ones given; not checked."""
     args = {k: ocp.args.StandardRestore(v) for k, v in items.items()}
     got = self.reader.restore(self.path(step), args=ocp.args.Composite(**args))
     return {k: got[k] for k in items}
@@ -349,11 +351,6 @@ class Checkpoints:
                             if meta['versions'].get(k) != v))
 
 
-def versions() -> dict[str, str]:
-  """Versions of the packages that decide a run's bits."""
-  return {p: importlib.metadata.version(p) for p in PACKAGES}
-
-
 def _shape(x) -> list:
   return [x.dtype.name, list(x.shape)]
 
@@ -364,15 +361,14 @@ def described(state: Any) -> dict[str, list]:
   return {p: [*_shape(x), sums[p]] for p, x in paths(state)}
 
 
-def _below(head: str, arrays: Mapping[str, list]) -> dict[str, list]:
+def below(head: str, arrays: Mapping[str, list]) -> dict[str, list]:
   """The descriptions of the arrays under a path, by the rest of their paths."""
   return {p[len(head) + 1:]: a for p, a in arrays.items() if p.startswith(head + '/')}
 
 
 def verify(tree: Any, want: Mapping[str, list], where: str) -> None:
   """Raises CheckpointError naming the first array whose checksum differs from that in `want`."""
-  have = described(tree)
-  wrong = [p for p in have if have[p] != want.get(p)]
+  wrong = [p for p, a in described(tree).items() if a != want.get(p)]
   if wrong:
     raise CheckpointError(f'{where}: array {wrong[0]} differs from its checksum ({len(wrong)} in all)')
 

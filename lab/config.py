@@ -18,33 +18,32 @@ def core() -> ConfigDict:
       'total_steps': 1000,         # optimizer updates; the schedules end here
       'init_from': '',             # graft weights from path[:best|latest|STEP] of another run, or a .safetensors file
       'init_only': '.*',           # regex of parameter paths that init_from may fill
+      'continue_from': '',         # go on from the step, weights and moments of path[:best|latest|STEP] of another run
       'platform': '',              # cpu, gpu or tpu must be there; '' takes the best there is and says so
       'prng': 'threefry2x32',      # or rbg, which compiles faster; both are exact on one mesh
       'mesh': {'data': -1, 'fsdp': 1, 'tensor': 1},   # devices an axis; one may be -1: all that are left
       'input': {
-          'batch_size': 32,        # global, all processes together
+          'batch_size': 32,        # global, all processes together; an update takes optim.accumulate of them
           'eval_batch_size': 32,
           'cache': True,           # hold serialized records in RAM
           'threads': 0,            # of the input pipeline; 0: one a core
           'prefetch': 2,           # batches ready on the host
           'bad_limit': 0.0,        # share of records that may be broken; they are left out, counted and logged
       },
-      'optim': {
-          'name': 'adamw',         # adamw or sgd
-          'learning_rate': 1e-3,   # peak
-          'schedule': 'cosine',    # cosine (to 0 at total_steps) or constant, both after the warm-up
-          'warmup_steps': 0,       # linear from 0
-          'decay': 1e-4,           # decoupled weight decay, on arrays with ndim >= 2
-          'clip': 1.0,             # global gradient norm; 0: off
-          'beta1': 0.9,            # adamw; momentum of sgd
-          'beta2': 0.999,          # adamw
-          'eps': 1e-8,             # adamw
-          'ema': 0.0,              # decay of the averaged weights that are evaluated; 0: off
-          'max_nonfinite': 3,      # updates in a row that may be non-finite: skipped and counted; one more ends the run
-      },
+      'optim': _optim(),
       'log_steps': 10,
       'eval_steps': 100,           # 0: only at the end
       'eval_pictures': 4,          # examples drawn at each evaluation
+      'lr_find': {                 # --mode=lr_find
+          'low': 1e-8,             # rates, exponentially from here
+          'high': 1.0,             # to here
+          'steps': 100,            # in so many updates
+      },
+      'profile': {
+          'start': 10,             # updates after each start of the program
+          'steps': 0,              # updates traced into workdir/profile; 0: off
+      },
+      'peak_tflops': 0.0,          # of one device, for the MFU; 0: from the table in lab/flops.py, if it is there
       'checkpoint': {
           'steps': 100,            # 0: only at the end
           'keep': 2,               # newest checkpoints; -1 keeps all
@@ -52,6 +51,49 @@ def core() -> ConfigDict:
           'space_wait_s': 0.0,     # seconds to wait for disk space before giving up with code 6
       },
   })
+
+
+def _optim() -> dict:
+  """What becomes of a gradient; lab/optim.py has the order."""
+  return {
+      'name': 'adamw',         # sgd momentum rmsprop adam adamw adafactor lion radam adadelta adagrad adamax muon
+      'learning_rate': 1e-3,   # peak; a factor for noam
+      'schedule': 'cosine',    # constant linear cosine staircase exponential rsqrt noam onecycle; lab/schedules.py
+      'warmup_steps': 0,       # linear from 0; noam and rsqrt decay from here; onecycle has its own
+      'end_rate': 0.0,         # of linear and cosine; floor of staircase and exponential
+      'schedule_steps': 0,     # update at which linear, cosine and onecycle end; 0: total_steps
+      'factor': 0.5,           # of staircase and exponential, every so many
+      'factor_steps': 1000,    # updates after the warm-up
+      'noam_width': 512,       # noam: the model's width
+      'continuation': 'blend', # of a run with continue_from: blend, restart or none; lab/schedules.py
+      'continuation_steps': 50,    # updates from the rate of the run continued to the schedule, or to the peak
+      'keep_moments': True,    # of the run continued; False: the optimizer starts afresh
+      'beta1': -1.0,           # first moment or momentum; -1: the optimizer's own, in the table of lab/optim.py
+      'beta2': -1.0,           # second moment or its decay; -1: the optimizer's own
+      'eps': -1.0,             # -1: the optimizer's own
+      'nesterov': False,       # momentum's
+      'decay': 1e-4,           # weight decay, on arrays with ndim >= 2 (a layer) and not in decay_not
+      'decay_kind': 'decoupled',   # or l2: added to the gradient; adam is always l2, adamw never
+      'decay_not': '',         # regex of parameters without decay, such as embed; '': none
+      'clip': 1.0,             # gradient norm, of all arrays together; 0: off
+      'clip_value': 0.0,       # every number of the gradient; 0: off
+      'clip_update': 0.0,      # root mean square of each array's update before the rate (Adafactor's d); 0: off
+      'orthograd': False,      # drop the gradient's part along its weights (arXiv 2501.04697)
+      'stacked': '',           # regex of parameters whose first axis counts layers (nn.scan); each is its own
+      'frozen': '',            # regex of parameters that do not learn; they take no moments
+      'rates': (),             # ((regex, factor), ...): of the learning rate; the first that matches
+      'second': {              # another optimizer for some parameters, and for what muon can't take
+          'params': '',        # regex
+          'name': 'adamw',
+          'beta1': -1.0,
+          'beta2': -1.0,
+          'eps': -1.0,
+      },
+      'accumulate': 1,         # micro-batches of input.batch_size an update; exact: the mean of all their items
+      'accumulate_from': 0,    # update from which on; one micro-batch an update before
+      'ema': 0.0,              # decay of the averaged weights, evaluated beside the raw ones; 0: off
+      'max_nonfinite': 3,      # updates in a row that may be non-finite: skipped and counted; one more ends the run
+  }
 
 
 def read(spec: str) -> ConfigDict:

@@ -8,6 +8,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from data_pipelines.pipeline import Batches
 from lab import logs, mesh as meshes, metrics
+from lab.ledger import Ledger
+from lab.programs import Program
 from lab.task import Scalars, Task
 
 
@@ -15,8 +17,8 @@ class Interrupted(Exception):
   """The run was asked to stop in the middle of an evaluation."""
 
 
-def make(task: Task, config, mesh) -> Callable[[Any, Any], tuple[Scalars, dict]]:
-  """(params, stats) -> (scalars, pictures) on the evaluation split; compiled once for all calls.
+def make(task: Task, config, mesh, ledger: Ledger) -> Callable[[Any, Any], tuple[Scalars, dict]]:
+  """(params, stats) -> (scalars, pictures) on the evaluation split; compiled once for all calls, timed by the ledger.
 
   Raises Interrupted between two batches when this lone process is asked to stop.
   """
@@ -25,7 +27,8 @@ def make(task: Task, config, mesh) -> Callable[[Any, Any], tuple[Scalars, dict]]
   batches = Batches(task.source('eval'), config.input, size, rows.fed, train=False)
   measure = jax.jit(lambda p, s, b: {**task.measure(p, s, b), 'examples': (b['mask'].sum(), 1.0)},
                     out_shardings=NamedSharding(mesh, P()))
-  predict = jax.jit(task.predict, out_shardings=NamedSharding(mesh, meshes.BATCH))
+  predict = jax.jit(lambda p, s, k, b: task.predict(p, s, b, k), out_shardings=NamedSharding(mesh, meshes.BATCH))
+  measure, predict = Program('evaluation', measure, ledger), Program('prediction', predict, ledger)
   key = jax.random.key(config.seed, impl=config.prng)
 
   def run(params, stats):
@@ -39,7 +42,7 @@ def make(task: Task, config, mesh) -> Callable[[Any, Any], tuple[Scalars, dict]]
       totals = metrics.merge(totals, sums)
       draw = task.picture and i * size < config.eval_pictures      # by number: alike on every process
       if task.score or draw:
-        outputs = meshes.local(predict(params, stats, placed, jax.random.fold_in(key, i)))
+        outputs = meshes.local(predict(params, stats, jax.random.fold_in(key, i), placed))
         outputs, batch = real_rows(outputs, batch, rows.speaks)
         if draw and len(batch['mask']):
           drawn = task.picture(outputs, batch).items()
@@ -75,7 +78,7 @@ def run(task: Task, config, workdir: str, which: str) -> Scalars:
   import os
   from lab import train
   with train.restored(task, config, workdir, which) as (mesh, step, params, stats):
-    scalars, pictures = make(task, config, mesh)(params, stats)
+    scalars, pictures = make(task, config, mesh, Ledger(workdir, writes=False))(params, stats)
   if jax.process_index() == 0:
     path = os.path.join(workdir, f'eval_{step}.json')
     logs.write_atomically(path, json.dumps(logs.finite({'step': step, **scalars}), indent=2) + '\n')

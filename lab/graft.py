@@ -1,4 +1,4 @@
-"""Weights from elsewhere: another run's checkpoint or a .safetensors file, nothing taken silently."""
+"""State from elsewhere: weights of another run or of a .safetensors file, or all of a run that is to be continued."""
 
 import contextlib
 import difflib
@@ -9,10 +9,12 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from lab.checkpoint import CheckpointError, Checkpoints
+from lab.checkpoint import HEADS, CheckpointError, Checkpoints, below, join, split, verify
 from lab.sharding import paths
+from lab.task import TrainState
 
 log = logging.getLogger('lab')
 
@@ -44,16 +46,53 @@ def graft(params: Any, source: str, only: str = '.*', config=None) -> Any:
   return jax.tree.unflatten(jax.tree.structure(params), out)
 
 
+def continued(state: TrainState, source: str, moments: bool) -> TrainState:
+  """The state of another run, `path[:best|latest|STEP]`, to go on from: its step, weights, stats and last rate.
+
+  `state` is the new run's own, from which come the moments, where `moments` is False. Averaged weights that the other
+  one did not keep begin with its weights. Raises CheckpointError where an array is missing there or has another shape.
+  """
+  path, which = _run(source, 'continue_from')
+  with contextlib.closing(Checkpoints(path)) as checkpoints:
+    step = checkpoints.find(which)
+    arrays = checkpoints.meta(step)['arrays']
+    items = {k: v for k, v in split(state).items() if (moments or k != 'moments')
+             and (k != 'ema' or any(p.startswith('opt/ema/') for p in arrays))}
+    for p, x in paths(join(items, state._replace(opt=state.opt._replace(inner=(), ema=())))):
+      if p not in arrays or arrays[p][:2] != [x.dtype.name, list(x.shape)]:
+        raise CheckpointError(f'continue_from = {source}: {p} there is {arrays.get(p, ["missing"])[:2]}, here '
+                              f'{x.dtype.name} {list(x.shape)}'
+                              f'{"; keep_moments=False leaves the moments out" if p.startswith("opt/inner") else ""}')
+    got = checkpoints.restore(step, jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), items))
+    for name, tree in got.items():
+      if HEADS.get(name):
+        verify(tree, below(HEADS[name], arrays), checkpoints.path(step))
+  new = join(got, state)
+  if state.opt.ema and 'ema' not in got:
+    new = new._replace(opt=new.opt._replace(ema=jax.tree.map(jnp.copy, new.params)))
+  joint = new.opt.joint._replace(step=jnp.copy(new.step), rate=jnp.copy(new.opt.rate))
+  log.info('continue_from %s: step %d, last rate %.3g; moments %s', source, step, float(new.opt.rate),
+           'kept' if moments else 'started afresh')
+  return new._replace(opt=new.opt._replace(joint=joint))
+
+
 def _slice(array, dtype, index):
   return np.asarray(array[index], dtype)
 
 
-def _run_weights(source):
+def _run(source, key):
+  """'path[:which]' -> the folder of a run and which of its steps."""
   path, colon, which = source.rpartition(':')
   if not colon or os.sep in which:
     path, which = source, 'latest'
   if not os.path.isdir(path):
-    raise CheckpointError(f'init_from = {source}: no such folder{_nearby(path)}')
+    raise CheckpointError(f'{key} = {source}: no such folder{_nearby(path)}')
+  return path, which
+
+
+def _run_weights(source):
+  path, which = _run(source, 'init_from')
   with contextlib.closing(Checkpoints(path)) as checkpoints:
     return checkpoints.arrays(checkpoints.find(which))
 

@@ -4,15 +4,19 @@
   timings.jsonl   speed of the same steps; differs from run to run
   tensorboard/    scalars, pictures, hyper-parameters, the parameter table
   pictures/       the same pictures as PNG files
-  config.json  parameters.txt
+  profile/        traces, where config.profile asks for them
+  config.json  environment.json  memory.json  parameters.txt
 A resumed run first cuts all of them back to its checkpoint, so that no step is there twice.
 """
 
 import glob
+import importlib.metadata
 import json
 import logging
 import math
 import os
+import platform
+import subprocess
 import sys
 import time
 from typing import Any, Mapping
@@ -20,25 +24,35 @@ from typing import Any, Mapping
 import jax
 import numpy as np
 
+from lab import accumulate
 from lab.config import flatten
+from lab.ledger import Ledger
 
+PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
 log = logging.getLogger('lab')
 
 
 class Log:
   """The log of one run. Only the first process writes; a picture or TensorBoard that fails is a warning, no end."""
 
-  def __init__(self, workdir: str, config, step: int):
-    self.workdir, self.config, self.main = workdir, config, jax.process_index() == 0
-    self.first, self.began, self.mark = step, time.monotonic(), (step, time.monotonic())
-    self.waited = self.aside = 0.0       # seconds since the mark: waiting for data; evaluating and saving
+  def __init__(self, workdir: str, config, step: int, ledger: Ledger):
+    self.workdir, self.config, self.main, self.ledger = workdir, config, jax.process_index() == 0, ledger
+    self.first, self.last, self.began = step, step, time.monotonic()
+    self.mark = (accumulate.before(config.optim, step), dict(ledger.seconds))
+    self.utilisation = 0.0       # seconds of a micro-batch at the devices' peak; 0: unknown
     if not self.main:
       return
     cut(workdir, step)
     from clu import metric_writers
     self.board = metric_writers.SummaryWriter(os.path.join(workdir, 'tensorboard'))
     self.files = {n: open(os.path.join(workdir, n), 'a', encoding='utf-8') for n in ('metrics.jsonl', 'timings.jsonl')}
-    write_atomically(os.path.join(workdir, 'config.json'), json.dumps(json.loads(config.to_json()), indent=2) + '\n')
+    self.write('config.json', json.loads(config.to_json()))
+    self.write('environment.json', environment())
+
+  def write(self, name: str, content: Any) -> None:
+    """Writes a JSON file of the workdir."""
+    if self.main:
+      write_atomically(os.path.join(self.workdir, name), json.dumps(content, indent=2) + '\n')
 
   def describe(self, params: Any) -> None:
     """Writes the hyper-parameters and the parameter table, once a run."""
@@ -60,21 +74,32 @@ class Log:
     self._line('metrics.jsonl', {'step': step, 'split': split, **finite(scalars)})
     self._board('write_scalars', step, {f'{split}/{k}': float(v) for k, v in scalars.items()})
 
-  def progress(self, step: int, scalars: Mapping[str, float], batch_size: int) -> None:
-    """Prints the progress line, with the time to the end, and adds a row to timings.jsonl."""
-    now = time.monotonic()
-    steps, seconds = step - self.mark[0], max(now - self.mark[1] - self.aside, 1e-9)
-    total = self.config.total_steps
-    left = (now - self.began) / max(step - self.first, 1) * (total - step)
-    speed = {'items_per_s': steps * batch_size / seconds, 'step_ms': 1e3 * seconds / max(steps, 1),
-             'data_wait_share': min(self.waited / seconds, 1.0), 'seconds': now - self.began}
+  def progress(self, step: int, scalars: Mapping[str, float], micro: int) -> None:
+    """Prints the progress line, with the time to the end, and adds a row to timings.jsonl.
+
+    Speeds count the time of steps and of waiting for data since the row before; `micro` micro-batches were seen in all.
+    """
+    self.ledger.enter('step')
+    now, (done, then) = dict(self.ledger.seconds), self.mark
+    waited = now['wait'] - then['wait']
+    seconds, total, passed = max(now['step'] - then['step'] + waited, 1e-9), self.config.total_steps, self._passed()
+    speed = {'items_per_s': (micro - done) * self.config.input.batch_size / seconds,
+             'step_ms': 1e3 * seconds / max(step - self.last, 1), 'data_wait_share': waited / seconds,
+             'seconds': passed}
+    if self.utilisation:
+      speed['mfu'] = (micro - done) * self.utilisation / seconds
     if self.main:
       self._line('timings.jsonl', {'step': step, **speed})
       self._board('write_scalars', step, {f'speed/{k}': v for k, v in speed.items()})
+    mfu = f'  MFU {speed["mfu"]:.1%}' if self.utilisation else ''
+    left = passed / max(step - self.first, 1) * (total - step)
     say(f'step {step}/{total} ({step / total:.0%})  loss {scalars.get("loss", math.nan):.4g}  rate '
-        f'{scalars.get("learning_rate", math.nan):.3g}  {speed["items_per_s"]:.3g} items/s  data wait '
+        f'{scalars.get("learning_rate", math.nan):.3g}  {speed["items_per_s"]:.3g} items/s{mfu}  data wait '
         f'{speed["data_wait_share"]:.0%}  ETA {duration(left)}')
-    self.mark, self.waited, self.aside = (step, now), 0.0, 0.0
+    self.mark, self.last = (micro, now), step
+
+  def _passed(self) -> float:
+    return time.monotonic() - self.began
 
   def pictures(self, step: int, images: Mapping[str, np.ndarray]) -> None:
     """Writes u8[H, W, 3] images to TensorBoard and as PNG files."""
@@ -112,6 +137,61 @@ class Log:
       getattr(self.board, method)(*args)
     except Exception as e:  # a full log disk must not end training
       log.warning('TensorBoard: %s failed: %s', method, str(e).split('\n')[0])
+
+
+class Profile:
+  """Traces config.profile.steps updates, from profile.start after this start of the program, into workdir/profile."""
+
+  def __init__(self, config, workdir: str, step: int):
+    self.first, self.last = step + config.start, step + config.start + config.steps
+    self.folder, self.on = os.path.join(workdir, 'profile'), False
+
+  def __call__(self, step: int) -> None:
+    if self.first == step < self.last:
+      self._try('start_trace', self.folder)
+      self.on = True
+    elif step == self.last:
+      self.stop()
+
+  def stop(self) -> None:
+    """Ends the trace, where one is on."""
+    if self.on:
+      self.on = False
+      self._try('stop_trace')
+      say(f'profile written; tensorboard --logdir={self.folder}, or open its trace.json.gz in Perfetto')
+
+  def _try(self, method, *args):
+    try:
+      getattr(jax.profiler, method)(*args)
+    except Exception as e:  # a profile is worth no run
+      log.warning('profile: %s failed: %s', method, str(e).split('\n')[0])
+
+
+def page(workdir: str) -> None:
+  """Writes the run's page, as far as there is anything to show; one that fails is a warning, no end."""
+  try:
+    from lab import page as pages
+    say(f'  page            {pages.write(workdir)}')
+  except Exception as e:
+    log.warning('the page of the run was not written: %s', str(e).split('\n')[0])
+
+
+def environment() -> dict[str, Any]:
+  """What a run ran on: command, versions, devices, commit. Nothing of the environment's variables."""
+  try:
+    commit = subprocess.run(['git', '-C', os.path.dirname(__file__), 'rev-parse', 'HEAD'], capture_output=True,
+                            text=True, check=False, timeout=10).stdout.strip()
+  except OSError:
+    commit = ''
+  return {'command': [sys.executable, '-m', 'lab.main', *sys.argv[1:]] if sys.argv[0].endswith('main.py') else sys.argv,
+          'python': platform.python_version(), 'platform': platform.platform(),
+          'devices': f'{jax.device_count()} x {jax.devices()[0].device_kind}', 'processes': jax.process_count(),
+          'versions': versions(), 'commit': commit}
+
+
+def versions() -> dict[str, str]:
+  """Versions of the packages that decide a run's bits."""
+  return {p: importlib.metadata.version(p) for p in PACKAGES}
 
 
 def say(text: str) -> None:

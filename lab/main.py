@@ -1,4 +1,7 @@
-"""python -m lab.main --config=configs/pose.py --workdir=runs/pose [--mode=train|eval|predict] [--config.KEY=VALUE ...]
+"""python -m lab.main --config=configs/pose.py --workdir=runs/pose [--mode=MODE] [--config.KEY=VALUE ...]
+
+Modes: train, eval, predict, lr_find (a learning-rate range test); inspect and page (what a workdir holds, as text or as
+an HTML page) need no --config.
 
 Exit codes: 0 done; 2 configuration; 3 data; 4 numbers that are not finite; 5 checkpoint; 6 memory or disk;
 7 distributed; 75 preempted: start the same command again.
@@ -16,10 +19,10 @@ from absl import flags
 FLAGS = flags.FLAGS
 flags.DEFINE_string('config', '', 'recipe: configs/NAME.py[:variant]; --config.KEY=VALUE changes one of its keys')
 flags.DEFINE_string('workdir', '', 'folder of the run: checkpoints, logs, pictures')
-flags.DEFINE_enum('mode', 'train', ['train', 'eval', 'predict'], 'what to do')
-flags.DEFINE_string('step', 'latest', 'eval and predict: latest, best or the number of a checkpoint')
+flags.DEFINE_enum('mode', 'train', ['train', 'eval', 'predict', 'lr_find', 'inspect', 'page'], 'what to do')
+flags.DEFINE_string('step', 'latest', 'eval, predict and inspect: latest, best or the number of a checkpoint')
 flags.DEFINE_string('input', '', 'predict: a file, a folder or a camera number')
-flags.DEFINE_string('output', '', 'predict: folder for the results; WORKDIR/predictions if empty')
+flags.DEFINE_string('output', '', 'predict: folder for the results, WORKDIR/predictions if empty; inspect: a JSON file')
 flags.DEFINE_bool('distributed', False, 'find the other processes as the platform tells (Cloud TPU, Slurm, ...)')
 
 
@@ -48,10 +51,11 @@ def run(argv: list[str]) -> int:
   from lab import config as configs
   from lab.task import ConfigError, load
   argv, name = _config_name(argv)
-  if not name:
+  report = any(a.lstrip('-') in ('mode=inspect', 'mode=page') for a in argv)
+  if not name and not report:
     raise ConfigError('--config is missing, such as --config=configs/pose.py')
-  config = configs.read(name)
-  argv = configs.override(config, argv)
+  config = configs.read(name) if name else None
+  argv = configs.override(config, argv) if name else argv
   try:
     rest = FLAGS(argv)
   except flags.Error as e:
@@ -62,6 +66,8 @@ def run(argv: list[str]) -> int:
     raise ConfigError('--workdir is missing, such as --workdir=runs/pose')
   if FLAGS.mode == 'predict' and not FLAGS.input:
     raise ConfigError('--mode=predict needs --input: a file, a folder or a camera number')
+  if report:
+    return _report()
   from lab import train
   train.check(config)
   task = load(config)
@@ -69,10 +75,24 @@ def run(argv: list[str]) -> int:
   return _run(task, config)
 
 
+def _report() -> int:
+  """What a workdir holds; no device is touched, so that it can be read beside a run that has them all."""
+  import jax
+  jax.config.update('jax_platforms', 'cpu')
+  if FLAGS.mode == 'inspect':
+    from lab import inspect
+    inspect.run(FLAGS.workdir, FLAGS.step, FLAGS.output)
+  else:
+    from lab import page
+    print(page.write(FLAGS.workdir))
+  return 0
+
+
 def _run(task, config) -> int:
-  from lab import checkpoint, evaluate, mesh, predict, train
-  if FLAGS.mode != 'train' and not os.path.isdir(FLAGS.workdir):
+  from lab import checkpoint, evaluate, ledger, lr_find, mesh, predict
+  if FLAGS.mode in ('eval', 'predict') and not os.path.isdir(FLAGS.workdir):
     raise checkpoint.CheckpointError(f'--workdir={FLAGS.workdir}: no such folder; train first, or correct it')
+  began = ledger.process_began()
   _compilation_cache()
   if FLAGS.mode == 'train' or FLAGS.input.isdecimal():
     mesh.listen(alone=not (FLAGS.distributed or 'JAX_COORDINATOR_ADDRESS' in os.environ))
@@ -82,12 +102,24 @@ def _run(task, config) -> int:
   elif FLAGS.mode == 'predict':
     predict.run(task, config, FLAGS.workdir, FLAGS.step, FLAGS.input,
                 FLAGS.output or os.path.join(FLAGS.workdir, 'predictions'))
+  elif FLAGS.mode == 'lr_find':
+    lr_find.run(task, config, FLAGS.workdir)
   else:
-    import jax
-    alone = checkpoint.claim(FLAGS.workdir) if jax.process_index() == 0 else contextlib.nullcontext()
-    with alone:
-      train.run(task, config, FLAGS.workdir)
+    _train(task, config, began)
   return 0
+
+
+def _train(task, config, began):
+  """Trains, alone in the workdir, and leaves a page about it however far it came."""
+  import jax
+  from lab import checkpoint, logs, train
+  first = jax.process_index() == 0
+  with checkpoint.claim(FLAGS.workdir) if first else contextlib.nullcontext():
+    try:
+      train.run(task, config, FLAGS.workdir, began)
+    finally:
+      if first:
+        logs.page(FLAGS.workdir)
 
 
 def _config_name(argv):

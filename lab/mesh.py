@@ -14,6 +14,7 @@ from lab.task import ConfigError
 
 AXES = ('data', 'fsdp', 'tensor')
 BATCH = P(('data', 'fsdp'))          # a batch is split over the first two axes
+MICRO = P(None, ('data', 'fsdp'))    # a stack of them
 log = logging.getLogger('lab')
 
 
@@ -145,6 +146,14 @@ def place(mesh: Mesh, batch: Mapping[str, np.ndarray], batch_size: int) -> dict[
   """This process's rows [rows, ...] -> global arrays [batch_size, ...], split over data and fsdp."""
   sharding = NamedSharding(mesh, BATCH)
   return {k: jax.make_array_from_process_local_data(sharding, v, (batch_size, *v.shape[1:])) for k, v in batch.items()}
+
+
+def place_stacked(mesh: Mesh, batches: list[Mapping[str, np.ndarray]], batch_size: int) -> dict[str, jax.Array]:
+  """This process's rows of several batches -> global arrays [len(batches), batch_size, ...], each batch split."""
+  sharding, n = NamedSharding(mesh, MICRO), len(batches)
+  stacked = {k: np.stack([b[k] for b in batches]) if n > 1 else batches[0][k][None] for k in batches[0]}
+  return {k: jax.make_array_from_process_local_data(sharding, v, (n, batch_size, *v.shape[2:]))
+          for k, v in stacked.items()}
 
 
 def local(tree: Any) -> Any:

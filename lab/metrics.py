@@ -2,7 +2,14 @@
 
 from typing import Mapping
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+
+
+def objective(terms: Mapping[str, tuple[jax.Array, jax.Array]]) -> jax.Array:
+  """The loss f32[] of its terms: the sum of total / weight. A term without any weight is 0, and so is its gradient."""
+  return sum((jnp.where(w > 0, t / jnp.where(w > 0, w, 1), 0) for t, w in terms.values()), jnp.float32(0))
 
 
 def ratios(totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:

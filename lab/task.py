@@ -13,10 +13,11 @@ Array = jax.Array
 Key = jax.Array                                # a typed PRNG key
 Step = jax.Array                               # i32[]
 Params = Any                                   # nested dict of arrays
-Stats = Any                                    # what gradients don't touch; {} where a system has none
+Stats = Any                                    # averages that gradients don't touch; {} where a system has none
 Batch = Mapping[str, Array]                    # leaves [B, ...]; 'mask' f32[B], 0 = padding
 Outputs = Any                                  # leaves [B, ...]
-Loss = jax.Array                               # f32[], the mean that is differentiated
+Loss = jax.Array                               # f32[], what is minimised: the sum of the terms' ratios
+Terms = Mapping[str, tuple[Array, Array]]      # of the loss: name -> (total, weight), each f32[]
 Sums = Mapping[str, tuple[Array, Array]]       # name -> (total, weight), each f32[]
 Totals = Mapping[str, tuple[float, float]]     # the same, summed on the host in float64
 Scalars = Mapping[str, float]
@@ -37,7 +38,7 @@ class TrainState(NamedTuple):
 class Task(NamedTuple):
   """A system: pure functions and a table. The first four run on the device, the others on the host."""
   init: Callable[[Key, Batch], tuple[Params, Stats]]
-  loss: Callable[[Params, Stats, Batch, Key, Step], tuple[Loss, tuple[Stats, Sums]]]
+  loss: Callable[[Params, Stats, Batch, Key, Step], tuple[Terms, tuple[Stats, Sums]]]
   measure: Callable[[Params, Stats, Batch], Sums]
   predict: Callable[[Params, Stats, Batch, Key], Outputs]
   source: Callable[[Split], Source]

@@ -2,8 +2,8 @@
 
 import contextlib
 import math
+import os
 import re
-import time
 from typing import Callable
 
 import jax
@@ -12,10 +12,12 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from ml_collections import ConfigDict
 
 from data_pipelines import pipeline
-from lab import evaluate, logs, mesh as meshes, metrics, optim, sharding
+from lab import accumulate, evaluate, flops, ledger as ledgers, logs, memory, mesh as meshes, metrics, optim, sharding
 from lab.checkpoint import Checkpoints, digest
 from lab.config import choice, flatten
-from lab.graft import graft
+from lab.graft import continued, graft
+from lab.ledger import Ledger
+from lab.programs import Program
 from lab.task import ConfigError, Task, TrainState
 
 
@@ -31,13 +33,19 @@ def check(config) -> None:
   choice(config, 'prng', ('threefry2x32', 'rbg'))
   for key, least in (('total_steps', 1), ('log_steps', 1), ('eval_steps', 0), ('eval_pictures', 0),
                      ('input.batch_size', 1), ('input.eval_batch_size', 1), ('input.prefetch', 1), ('input.threads', 0),
-                     ('input.bad_limit', 0), ('checkpoint.steps', 0), ('checkpoint.keep', -1)):
+                     ('input.bad_limit', 0), ('checkpoint.steps', 0), ('checkpoint.keep', -1), ('profile.start', 0),
+                     ('profile.steps', 0), ('peak_tflops', 0), ('lr_find.steps', 5)):
     if flatten(config)[key] < least:
       raise ConfigError(f'config.{key} = {flatten(config)[key]}: expected at least {least}')
   if config.checkpoint.keep == 0:
     raise ConfigError('config.checkpoint.keep = 0: expected at least 1, or -1 for all')
   if [*config.mesh.values()].count(-1) > 1 or any(n < 1 and n != -1 for n in config.mesh.values()):
     raise ConfigError(f'config.mesh = {config.mesh.to_dict()}: sizes are positive, and at most one is -1')
+  if not 0 < config.lr_find.low < config.lr_find.high:
+    raise ConfigError(f'config.lr_find.low = {config.lr_find.low}: expected more than 0 and less than lr_find.high = '
+                      f'{config.lr_find.high}')
+  if config.init_from and config.continue_from:
+    raise ConfigError('config.init_from and config.continue_from are both set: weights come from one of them')
   try:
     re.compile(config.init_only)
   except re.error as e:
@@ -61,123 +69,177 @@ def abstract(task: Task, tx: optim.Optimizer, config, spec: dict, mesh) -> Train
 
 
 def make_step(task: Task, tx: optim.Optimizer, config, like: TrainState, mesh) -> Callable:
-  """The training step (state, batch) -> (state, sums), compiled for the layout of `like`; state is donated."""
-  def step(state, batch):
+  """The jitted training step (state, batches [micro-batches, B, ...]) -> (state, sums); state is donated."""
+  def step(state, batches):
     key = jax.random.fold_in(jax.random.key(config.seed, impl=config.prng), state.step)
-    grads, (loss, stats, sums) = jax.grad(_with_loss(task.loss), has_aux=True)(
-        state.params, state.stats, batch, key, state.step)
+    loss, grads, stats, sums = accumulate.gradients(task.loss, state.params, state.stats, batches, key, state.step)
     params, opt, ok, norms = tx.update(loss, grads, state.opt, state.params, state.step)
     stats = optim.select(ok, stats, state.stats)
     return TrainState(state.step + 1, params, stats, opt), {'loss': (loss, jnp.float32(1)), **sums, **norms}
 
   layout = jax.tree.map(lambda x: x.sharding, like)
-  return jax.jit(step, donate_argnums=0, in_shardings=(layout, NamedSharding(mesh, meshes.BATCH)),
+  return jax.jit(step, donate_argnums=0, in_shardings=(layout, NamedSharding(mesh, meshes.MICRO)),
                  out_shardings=(layout, NamedSharding(mesh, P())))
 
 
-def _with_loss(loss):
-  def both(*args):
-    value, (stats, sums) = loss(*args)
-    return value, (value, stats, sums)
-  return both
+def run(task: Task, config, workdir: str, began: float | None = None) -> dict[str, float]:
+  """Trains to config.total_steps, from the newest checkpoint in workdir if there is one; returns the last scores.
 
-
-def run(task: Task, config, workdir: str) -> dict[str, float]:
-  """Trains to config.total_steps, from the newest checkpoint in workdir if there is one; returns the last scores."""
+  `began`, in seconds since the epoch, is when the program was started; the ledger counts from there.
+  """
   mesh = meshes.make(config.mesh)
-  with jax.set_mesh(mesh):
+  os.makedirs(workdir, exist_ok=True)
+  with jax.set_mesh(mesh), contextlib.closing(Ledger(workdir, jax.process_index() == 0, began)) as ledger:
     source, size = task.source('train'), config.input.batch_size
     batches = pipeline.Batches(source, config.input, size, meshes.rows(mesh, size).fed, train=True, seed=config.seed)
-    tx, _ = optim.make(config.optim, config.total_steps)
+    tx = optim.make(config.optim, config.total_steps)
     like = abstract(task, tx, config, batches.spec(1), mesh)
+    memory.check_state(like)
     data = pipeline.fingerprint(source, batches.index)
     with contextlib.closing(Checkpoints(workdir, config, data)) as checkpoints:
+      ledger.enter('restore' if checkpoints.steps() else 'start')
       state = start(task, tx, config, like, batches.spec(1), checkpoints)
-      batches.step, batches.bad = int(state.step), list(checkpoints.notes.get('bad_records', ()))
-      step = make_step(task, tx, config, like, mesh)
-      with contextlib.closing(logs.Log(workdir, config, batches.step)) as log:
-        state = _loop(config, mesh, batches, step, state, checkpoints, log, evaluate.make(task, config, mesh))
+      ledger.at(int(state.step), 'resumed')
+      ledger.enter('start')
+      batches.step = accumulate.before(config.optim, int(state.step))
+      batches.bad = list(checkpoints.notes.get('bad_records', ()))
+      with contextlib.closing(logs.Log(workdir, config, int(state.step), ledger)) as log:
+        step = _program(make_step(task, tx, config, like, mesh), config, ledger, log)
+        log.utilisation = _flops(task, config, batches, like)
+        judge = evaluate.make(task, config, mesh, ledger)
+        state = _loop(config, mesh, batches, step, state, checkpoints, log, judge)
       scores = next((r for r in reversed(logs.rows(workdir)) if r['split'] == 'eval'), {})
       scores = {k: v for k, v in scores.items() if k not in ('step', 'split')}
+      ledger.at(int(state.step), 'end')
       _close(workdir, checkpoints, state, scores)
       return scores
 
 
+def _program(function, config, ledger, log) -> Program:
+  """The step as a program that tells at each compilation what memory it needs."""
+  def look(compiled, args):
+    need = memory.check_step(compiled, *args)
+    logs.log.info('%s', need.text())
+    log.write('memory.json', {**need._asdict(), 'limit': need.free + need.in_use})
+  o = config.optim
+  shapes = 2 if o.accumulate > 1 and 0 < o.accumulate_from < config.total_steps else 1
+  return Program('the training step', function, ledger, shapes, look)
+
+
+def _flops(task, config, batches, like) -> float:
+  """Seconds that a micro-batch would take at the devices' peak: model FLOPs over FLOP/s; 0 if the peak is unknown."""
+  peak = 1e12 * config.peak_tflops or flops.peak(jax.devices()[0].device_kind)
+  if not peak:
+    return 0.0
+  batch = {k: jax.ShapeDtypeStruct(s.shape, s.dtype) for k, s in batches.spec(config.input.batch_size).items()}
+  key = jax.eval_shape(lambda: jax.random.key(0, impl=config.prng))
+  return flops.training(task.loss, like.params, like.stats, batch, key, like.step) / (peak * jax.device_count())
+
+
 def start(task, tx, config, like, spec, checkpoints) -> TrainState:
-  """The state to go on from: the newest good checkpoint, or a new one, with grafted weights if config.init_from."""
+  """The state to go on from: the newest good checkpoint, or a new one, grafted or continued as the config says."""
   checkpoints.clean()
   state = checkpoints.resume(like)
   if state is not None:
-    if int(state.step) > config.total_steps:
-      raise ConfigError(f'the run is at step {int(state.step)}, beyond config.total_steps = {config.total_steps}')
     logs.say(f'resumed at step {int(state.step)} from {checkpoints.path(int(state.step))}')
-    return state
-  logs.say(f'no checkpoint in {checkpoints.folder}: starting at step 0')
-  layout = jax.tree.map(lambda x: x.sharding, like)
-  state = jax.jit(initial(task, tx, config, spec), out_shardings=layout)()
-  if config.init_from:
-    params = graft(state.params, config.init_from, config.init_only, config)
-    ema = jax.tree.map(jnp.copy, params) if config.optim.ema else {}
-    state = state._replace(params=params, opt=state.opt._replace(ema=ema))
+  else:
+    layout = jax.tree.map(lambda x: x.sharding, like)
+    state = jax.jit(initial(task, tx, config, spec), out_shardings=layout)()
+    if config.init_from:
+      params = graft(state.params, config.init_from, config.init_only, config)
+      ema = jax.tree.map(jnp.copy, params) if config.optim.ema else {}
+      state = state._replace(params=params, opt=state.opt._replace(ema=ema))
+    if config.continue_from:
+      state = continued(state, config.continue_from, config.optim.keep_moments)
+    logs.say(f'no checkpoint in {checkpoints.folder}: starting at step {int(state.step)}')
+  if int(state.step) > config.total_steps:
+    raise ConfigError(f'the run is at step {int(state.step)}, beyond config.total_steps = {config.total_steps}')
   return state
 
 
 def _loop(config, mesh, batches, step, state, checkpoints, log, judge) -> TrainState:
   """From state.step to the end; whatever is due at a step is written before the checkpoint of that step."""
   log.describe(state.params)
-  watch = _Watch(config.optim.max_nonfinite, batches)
+  ledger, profile = log.ledger, logs.Profile(config.profile, log.workdir, int(state.step))
+  watch = _Watch(config, batches)
   i, total, stream = int(state.step), config.total_steps, iter(batches)
   if checkpoints.notes.get('evaluation_due'):
     _evaluate(i, state, judge, log)
   if i < total:
     logs.say(f'training from step {i} to {total}; the first step compiles')
   while i < total:
-    asked = time.monotonic()
-    batch = meshes.place(mesh, next(stream), config.input.batch_size)
-    log.waited += time.monotonic() - asked
-    state, sums = step(state, batch)
+    profile(i)
+    ledger.enter('wait')
+    micro = [next(stream) for _ in range(accumulate.count(config.optim, i))]
+    ledger.enter('step')
+    state, sums = step(state, meshes.place_stacked(mesh, micro, config.input.batch_size))
     i += 1
     watch(i, sums)
+    ledger.at(i)
     if i % config.log_steps == 0 or i == total:
-      scalars = metrics.ratios(jax.device_get(sums)) | ({'bad_records': len(batches.bad)} if batches.bad else {})
-      log.row(i, 'train', scalars)
-      log.progress(i, scalars, config.input.batch_size)
-    aside = time.monotonic()
+      _log(i, sums, batches, config, log)
     due = i == total or config.eval_steps and i % config.eval_steps == 0
     scores = _evaluate(i, state, judge, log) if due else None
-    best = config.checkpoint.best.lstrip('-')
-    if scores and best and best not in scores:
-      raise ConfigError(f'config.checkpoint.best = {best!r}: evaluation gives {", ".join(sorted(scores))}')
     stop = meshes.preempted(i) and (i < total or scores is None)
     if stop or i == total or config.checkpoint.steps and i % config.checkpoint.steps == 0:
       watch.settle()
       log.flush()
-      checkpoints.notes = {'bad_records': sorted(set(meshes.gather(batches.bad))),
-                           'evaluation_due': bool(due and scores is None)}
-      (checkpoints.finish if stop or i == total else checkpoints.save)(i, state, scores)
-    log.aside += time.monotonic() - aside
+      with ledger.during('save'):
+        checkpoints.notes = {'bad_records': sorted(set(meshes.gather(batches.bad))),
+                             'evaluation_due': bool(due and scores is None)}
+        (checkpoints.finish if stop or i == total else checkpoints.save)(i, state, scores)
+      ledger.at(i, 'saved')
     if stop:
       raise meshes.Preempted(f'stopped at step {i} and saved; start the same command again to go on')
+  profile.stop()
+  ledger.enter('save')
   return state
 
 
+def _log(i, sums, batches, config, log):
+  """The row of a training step, with both counters: examples seen, and the micro-batches they came in."""
+  micro = accumulate.before(config.optim, i)
+  scalars = metrics.ratios(jax.device_get(sums)) | {'examples_seen': micro * config.input.batch_size}
+  if config.optim.accumulate > 1:
+    scalars['micro_batches'] = micro
+  if batches.bad:
+    scalars['bad_records'] = len(batches.bad)
+  log.row(i, 'train', scalars)
+  log.progress(i, scalars, micro)
+
+
 def _evaluate(i, state, judge, log):
-  """Evaluates and logs; None if the run was asked to stop meanwhile: then the next start does it."""
-  try:
-    scores, pictures = judge(optim.weights(state.params, state.opt), state.stats)
-  except evaluate.Interrupted:
-    return None
-  log.row(i, 'eval', scores)
-  log.pictures(i, pictures)
-  logs.say(f'evaluation at step {i}: {evaluate.summary(scores)}')
+  """Evaluates and logs the weights, and the raw ones beside averaged ones; returns the scores.
+
+  None if the run was asked to stop meanwhile: then the next start does it. Raises ConfigError if they lack the best.
+  """
+  both = {'eval': optim.weights(state.params, state.opt)}
+  if both['eval'] is not state.params:
+    both['eval_raw'] = state.params
+  found = {}
+  with log.ledger.during('evaluate'):
+    try:
+      for split, params in both.items():
+        found[split] = judge(params, state.stats)
+    except evaluate.Interrupted:
+      return None
+    for split, (scores, pictures) in found.items():
+      log.row(i, split, scores)
+      if split == 'eval':
+        log.pictures(i, pictures)
+      logs.say(f'evaluation at step {i}{" of the raw weights" * (split != "eval")}: {evaluate.summary(scores)}')
+  log.ledger.at(i, 'evaluated')
+  scores, best = found['eval'][0], log.config.checkpoint.best.lstrip('-')
+  if best and best not in scores:
+    raise ConfigError(f'config.checkpoint.best = {best!r}: evaluation gives {", ".join(sorted(scores))}')
   return scores
 
 
 class _Watch:
   """Ends the run after too many non-finite updates in a row; looks one step back, so as not to wait for the device."""
 
-  def __init__(self, limit: int, batches):
-    self.limit, self.batches, self.last = limit, batches, None
+  def __init__(self, config, batches):
+    self.optim, self.batches, self.last = config.optim, batches, None
 
   def __call__(self, step, sums):
     self.settle()
@@ -194,10 +256,11 @@ class _Watch:
       return
     sums = jax.device_get(sums)
     bad = sorted((k for k, (total, _) in sums.items() if not math.isfinite(total)), key=lambda k: (k != 'loss', k))
-    names = ', '.join(self.batches.names(step - 1))
+    micro = range(accumulate.before(self.optim, step - 1), accumulate.before(self.optim, step))
+    names = ', '.join(name for i in micro for name in self.batches.names(i))
     text = (f'step {step}: {", ".join(bad)} not finite ({row} in a row); the update was skipped. Records of the batch: '
             f'{names}')
-    if row > self.limit:
+    if row > self.optim.max_nonfinite:
       raise NonFinite(f'{text}. The parameters are still those of the last good step. Look at these records and the '
                       'learning rate, then start the same command again: it resumes from the newest checkpoint')
     logs.log.warning(text)
@@ -212,6 +275,7 @@ def _close(workdir, checkpoints, state, scores):
       f'  checkpoint      {checkpoints.path(step)}',
       f'  metrics         {workdir}/metrics.jsonl and {workdir}/tensorboard',
       f'  pictures        {workdir}/pictures',
+      f'  goodput         {ledgers.table(ledgers.summary(workdir))}',
       'Next:',
       f'  tensorboard --logdir={workdir}/tensorboard',
       '  the same command with --mode=predict --input=<picture, folder or film>, or with --mode=eval',
@@ -223,7 +287,7 @@ def restored(task: Task, config, workdir: str, which: str, spec: dict | None = N
   """(mesh, step, params, stats) of a checkpoint, for evaluation and prediction; weights only, no optimizer."""
   mesh = meshes.make(config.mesh)
   with jax.set_mesh(mesh):
-    tx, _ = optim.make(config.optim, config.total_steps)
+    tx = optim.make(config.optim, config.total_steps)
     if spec is None:
       uncached = ConfigDict({**config.input.to_dict(), 'cache': False})
       spec = pipeline.Batches(task.source('eval'), uncached, 1, (0,), train=False).spec(1)

@@ -33,8 +33,9 @@ DOORS = {
     'cv2': r'data_pipelines/(images|films)\.py',
     'flax': r'lab/nn/|lab/systems/\w+/model\.py',
     'jax': r'lab/|configs/',
-    'optax': r'lab/optim\.py',
+    'optax': r'lab/(optim|schedules)\.py',
     'orbax': r'lab/checkpoint\.py',
+    'matplotlib': r'lab/plot\.py',
     'PIL': r'data_pipelines/|lab/logs\.py',
     'pycocotools': r'lab/systems/pose/score\.py|data_pipelines/coco_raw\.py',
     'safetensors': r'lab/(graft|systems/pose/weights)\.py',
@@ -43,7 +44,7 @@ DOORS = {
     'tensorflow': r'data_pipelines/',
     'tensorflow_datasets': r'data_pipelines/',
 }
-LATE = ('tensorflow', 'tensorflow_datasets', 'clu', 'cv2', 'PIL', 'tensorboard')     # slow to import: inside functions
+LATE = ('tensorflow', 'tensorflow_datasets', 'clu', 'cv2', 'matplotlib', 'PIL', 'tensorboard')     # slow
 
 
 def tree(path):

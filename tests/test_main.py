@@ -27,7 +27,7 @@ def message(capsys, *arguments):
     ('--config.input.cache=3', 'expected bool, such as True'),
     ("--config.optim.learning_rate=__import__('os').system('true')", 'expected float, such as 0.001'),
     ('--config.input.batch_size=0', 'config.input.batch_size = 0: expected at least 1'),
-    ('--config.optim.name=adma', "expected one of 'adamw', 'sgd'"),
+    ('--config.optim.name=adma', "expected one of 'adadelta', "),
     ('--config.platform=abacus', "expected one of '', 'cpu', 'gpu', 'tpu'"),
     ('--config.task=tests.tyo', 'no such module'),
     ('--mode=trian', 'train'),

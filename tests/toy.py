@@ -68,7 +68,7 @@ def make_task(config) -> Task:
   """y = x @ w + b, squared error; 'big' is there to be sharded."""
   def init(key, batch):
     del batch
-    return {'dense': {'kernel': jax.random.normal(key, (4, 8)) * 0.1, 'bias': jnp.zeros(8)}}, {'seen': jnp.zeros(())}
+    return {'dense': {'kernel': jax.random.normal(key, (4, 8)) * 0.1, 'bias': jnp.zeros(8)}}, {'error': jnp.zeros(())}
 
   def error(params, batch):
     y = (batch['x'] @ params['dense']['kernel'] + params['dense']['bias'][None]).sum(-1)
@@ -77,8 +77,8 @@ def make_task(config) -> Task:
   def loss(params, stats, batch, key, step):
     e = error(params, batch) * (1 + 0.1 * jax.random.uniform(key, batch['y'].shape))
     total, weight = e.sum(), batch['mask'].sum()
-    value = total / jnp.maximum(weight, 1) * jnp.where(step == config.poison, jnp.inf, 1)
-    return value, ({'seen': stats['seen'] + weight}, {'error': (total, weight)})
+    terms = {'error': (total * jnp.where(step == config.poison, jnp.inf, 1), weight)}
+    return terms, ({'error': 0.9 * stats['error'] + 0.1 * total / weight}, {'error': (total, weight)})
 
   def predict(params, stats, batch, key):
     del stats, key

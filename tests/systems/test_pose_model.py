@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lab import metrics
 from lab.systems.pose import config, losses, model, targets
 
 SIDE, LIMBS, CHANNELS = 32, 24, 19
@@ -44,7 +45,7 @@ def loss_and_gradient(section, variables, labels):
 
   def loss(params):
     pafs, heatmaps = net.apply({'params': params}, images())
-    return losses.training_loss(pafs, heatmaps, labels, jnp.ones(2), config.get_config().loss)[0]
+    return metrics.objective(losses.training_loss(pafs, heatmaps, labels, jnp.ones(2), config.get_config().loss)[0])
   return jax.jit(jax.value_and_grad(loss))(variables['params'])
 
 

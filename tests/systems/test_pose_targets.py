@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lab import metrics
 from lab.systems.pose import config, losses, skeleton, targets
 
 SHARED = Path(__file__).parents[2].parent / 'shared' / 'data' / 'pose' / 'coco2017_subset' / 'annotations'
@@ -206,7 +207,7 @@ def test_degenerate_people_stay_finite_and_alone(draw, kind):
 @jax.jit
 @jax.value_and_grad
 def field_loss(paf, labels):
-  return losses.training_loss([paf], [], labels, jnp.ones(1), config.get_config().loss)[0]
+  return metrics.objective(losses.training_loss([paf], [], labels, jnp.ones(1), config.get_config().loss)[0])
 
 
 @pytest.mark.parametrize('kind', ['hard', 'gaussian'])
@@ -266,7 +267,8 @@ def predictions(like, seed=3):
 @jax.jit
 def value_gradients_sums(pafs, heatmaps, labels, mask):
   def loss(pafs, heatmaps):
-    return losses.training_loss(pafs, heatmaps, labels, mask, config.get_config().loss)
+    terms, sums = losses.training_loss(pafs, heatmaps, labels, mask, config.get_config().loss)
+    return metrics.objective(terms), sums
   (value, sums), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(pafs, heatmaps)
   return value, gradients, sums
 

@@ -7,16 +7,17 @@ arXiv 1812.08008, eq. 4-5; the weights of the two kinds of stages are the config
 import jax
 import jax.numpy as jnp
 
+from lab.metrics import objective
 from lab.systems.pose import skeleton
 from lab.systems.pose.targets import Targets
-from lab.task import Loss, Sums
+from lab.task import Sums, Terms
 
 FLOOR = 0.01   # labels or predictions below this belong to no island
 
 
 def training_loss(pafs: list[jax.Array], heatmaps: list[jax.Array], targets: Targets, mask: jax.Array,
-                  loss) -> tuple[Loss, Sums]:
-  """The weighted sum of all stages' losses: each stage is supervised, lest gradients fade on the way to the first.
+                  loss) -> tuple[Terms, Sums]:
+  """A term a stage, with its weight: each stage is supervised, lest gradients fade on the way to the first.
 
   Args:
     pafs: one f32[B, N, N, L, 2] a stage.
@@ -26,15 +27,14 @@ def training_loss(pafs: list[jax.Array], heatmaps: list[jax.Array], targets: Tar
     loss: the `loss` section of the configuration.
 
   Returns:
-    (f32[], Sums): the loss, and `stage_sums` with the loss itself under 'loss'.
+    (Terms, Sums): what is minimised, and `stage_sums` with the loss itself under 'loss'.
   """
   sums = stage_sums(pafs, heatmaps, targets, mask)
   weights = [loss.paf_weight] * len(pafs) + [loss.heatmap_weight] * len(heatmaps)
-  stages = [sums[f'{name}/loss'] for name in stage_names(len(pafs), len(heatmaps))]
-  # an all-padding batch has the weight 0, and no loss
-  value = sum(w * total / jnp.maximum(weight, 1) for w, (total, weight) in zip(weights, stages))
+  stages = {name: sums[f'{name}/loss'] for name in stage_names(len(pafs), len(heatmaps))}
+  terms = {name: (w * total, values) for w, (name, (total, values)) in zip(weights, stages.items())}
   examples = mask.sum()
-  return value, {'loss': (value * examples, examples), **sums}
+  return terms, {'loss': (objective(terms) * examples, examples), **sums}
 
 
 def stage_names(pafs: int, heatmaps: int) -> list[str]:

@@ -34,8 +34,8 @@ def make_task(config) -> Task:
   def loss(params, stats, batch, key, step):
     del step
     pafs, heatmaps = net.apply({'params': params}, batch['image'], train=True, rngs={'dropout': key})
-    value, sums = losses.training_loss(pafs, heatmaps, labels(batch), batch['mask'], config.loss)
-    return value, (stats, sums)
+    terms, sums = losses.training_loss(pafs, heatmaps, labels(batch), batch['mask'], config.loss)
+    return terms, (stats, sums)
 
   def measure(params, stats, batch):
     del stats

@@ -58,10 +58,13 @@ def continued(state: TrainState, source: str, moments: bool) -> TrainState:
     arrays = checkpoints.meta(step)['arrays']
     items = {k: v for k, v in split(state).items() if (moments or k != 'moments')
              and (k != 'ema' or any(p.startswith('opt/ema/') for p in arrays))}
-    for p, x in paths(join(items, state._replace(opt=state.opt._replace(inner=(), ema=())))):
-      if p not in arrays or arrays[p][:2] != [x.dtype.name, list(x.shape)]:
-        raise CheckpointError(f'continue_from = {source}: {p} there is {arrays.get(p, ["missing"])[:2]}, here '
-                              f'{x.dtype.name} {list(x.shape)}'
+    here = {p: [x.dtype.name, list(x.shape)] for p, x in paths(join(items, state._replace(opt=state.opt._replace(
+        inner=(), ema=()))))}
+    there = {p: a[:2] for p, a in arrays.items() if p in here or moments and p.startswith('opt/inner/')}
+    for p in sorted(here.keys() | there.keys()):
+      if here.get(p) != there.get(p):
+        raise CheckpointError(f'continue_from = {source}: {p} there is {there.get(p, "missing")}, here '
+                              f'{here.get(p, "missing")}'
                               f'{"; keep_moments=False leaves the moments out" if p.startswith("opt/inner") else ""}')
     got = checkpoints.restore(step, jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), items))

@@ -32,7 +32,7 @@ def run(task, config, workdir: str) -> dict:
   if jax.process_index() == 0:
     folder = os.path.join(workdir, 'lr_find')
     os.makedirs(folder, exist_ok=True)
-    logs.write_atomically(os.path.join(folder, 'report.json'), json.dumps(logs.finite(report), indent=2) + '\n')
+    logs.write_atomically(os.path.join(folder, 'report.json'), json.dumps(report, indent=2) + '\n')
     files = _picture(report, os.path.join(folder, 'loss'))
     logs.say(_text(report) + '\nwritten to ' + ', '.join([os.path.join(folder, 'report.json'), *files]))
   return report

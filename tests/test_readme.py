@@ -10,11 +10,13 @@ import sys
 import pytest
 from data_pipelines import prepare
 
-from lab import main
+from lab import main, plot, sweep
 from tests.conftest import ROOT
 
 # absl remembers the flags of the last call
 DEFAULTS = ('--mode=train', '--step=latest', '--input=', '--output=', '--nodistributed')
+SWEEP = """config = "configs/pose.py:smoke"\nmetric = "-loss"\nkind = "grid"\nseeds = [0]\n
+[fixed]\ntotal_steps = 2\neval_steps = 0\n[values]\n"optim.learning_rate" = [1e-3]\n"""
 SMALL = ('--config.input.batch_size=8', '--config.total_steps=2', '--config.eval_steps=0')
 
 
@@ -30,11 +32,15 @@ def lab(arguments, folder):
   out = []
   for a in arguments:
     a = re.sub(r'^--config=configs/pose\.py(:\w+)?$', '--config=configs/pose.py:smoke', a)
-    a = re.sub(r'^(--workdir=|--output=|--config\.init_from=|--config\.data\.dir=)(runs|data)/',
+    a = re.sub(r'^(--workdir=|--output=|--config\.init_from=|--config\.data\.dir=|'
+               r'--config\.continue_from=|)(runs|data)/',
                rf'\g<1>{folder}/\2/', a)
     out.append('--nodistributed' if a == '--distributed' else a)
-  training = not any(a.startswith('--mode=') for a in out)
-  return [*DEFAULTS, *out, *(SMALL if training else ('--config.input.eval_batch_size=8',))]
+  mode = next((a.partition('=')[2] for a in out if a.startswith('--mode=')), 'train')
+  more = {'train': SMALL, 'lr_find': ('--config.lr_find.steps=5',), 'page': (), 'inspect': ()}
+  if '--config.continue_from=' in ' '.join(out):
+    more['train'] = ('--config.total_steps=3', '--config.eval_steps=0')
+  return [*DEFAULTS, *out, *more.get(mode, ('--config.input.eval_batch_size=8',))]
 
 
 @pytest.mark.timeout(900)
@@ -43,7 +49,15 @@ def test_every_command_runs(tmp_path, monkeypatch, capfd):
   seen = []
   for line in commands():
     name, *arguments = shlex.split(re.sub(r'^(\w+=\S+ )+', '', line).replace('$COCO', 'data_pipelines/samples/pose'))
-    if name == 'launch/run.sh':
+    if arguments[:1] == ['sweep']:
+      assert os.path.isfile(os.path.join(ROOT, arguments[1]))
+      (tmp_path / 'sweep.toml').write_text(SWEEP)
+      assert sweep.main(['sweep', str(tmp_path / 'sweep.toml'), f'--workdir={tmp_path}/sweep']) == 0
+      assert '| 0.001 |' in (tmp_path / 'sweep/table.md').read_text()
+    elif arguments[:1] == ['plot']:
+      assert plot.main(['plot', *(re.sub(r'^(--output=|)runs/', rf'\g<1>{tmp_path}/runs/', a) for a in arguments[1:])]) == 0
+      assert (tmp_path / 'runs/curves.svg').exists() and (tmp_path / 'runs/curves.png').exists()
+    elif name == 'launch/run.sh':
       assert main.main(['lab', *lab(arguments, tmp_path)]) == 0, line
     elif line.startswith('python -m data_pipelines.prepare'):
       assert prepare.main([a.replace('data/', f'{tmp_path}/data/') if 'samples' not in a else a

@@ -1,5 +1,6 @@
 """What every system promises the core, on its smoke recipe."""
 
+import functools
 import glob
 import importlib
 import json
@@ -96,6 +97,26 @@ def test_padding_leaves_every_sum_unchanged(config):
     np.testing.assert_allclose(a[k], b[k], rtol=1e-5, atol=1e-7, err_msg=k)
   nothing = jax.device_get(measure(state.params, state.stats, {**batch, 'mask': np.zeros_like(batch['mask'])}))
   assert all(weight == 0 and total == 0 for total, weight in nothing.values())
+
+
+def test_four_micro_batches_of_8_equal_one_batch_of_32(config):
+  config.input.batch_size = 32
+  task = load(config)
+  batches, batch = first_batch(task, config)
+  _, state = initial(task, config, batches)
+  batch = {k: v.copy() for k, v in batch.items()}
+  batch['mask'][[0, 3, 4, 5, 6, 7, 30]] = 0                # micro-batches of 2, 8, 8 and 7 examples
+  for name, x in batch.items():
+    if name == 'ignore':
+      x[8:10, : 9 * x.shape[1] // 10] = 1                  # nine tenths of two pictures
+  gradients = jax.jit(functools.partial(accumulate.gradients, task.loss))
+  one, four = (gradients(state.params, state.stats, {k: v.reshape(n, 32 // n, *v.shape[1:]) for k, v in batch.items()},
+                         jax.random.key(0), state.step) for n in (1, 4))
+  np.testing.assert_allclose(four[0], one[0], rtol=1e-6)
+  for (path, a), (_, b) in zip(sharding.paths(one[1]), sharding.paths(four[1]), strict=True):
+    np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5 * float(jnp.abs(a).max()) + 1e-12, err_msg=path)
+  for name in one[3]:
+    np.testing.assert_allclose(four[3][name], one[3][name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 def test_one_batch_is_learnt(config):

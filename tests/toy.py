@@ -20,6 +20,7 @@ def get_config(variant: str = '') -> ConfigDict:
   config.task = 'tests.toy'
   config.data = ConfigDict({'dir': os.environ.get('TOY_DATA', ''), 'train': 'train', 'eval': 'eval'})
   config.poison = -1             # step whose loss is made infinite
+  config.noise = 0.1             # of the loss, by the step's key
   config.total_steps = 20
   config.log_steps = 1
   config.eval_steps = 5
@@ -75,7 +76,7 @@ def make_task(config) -> Task:
     return batch['mask'] * jnp.square(y - batch['y'])
 
   def loss(params, stats, batch, key, step):
-    e = error(params, batch) * (1 + 0.1 * jax.random.uniform(key, batch['y'].shape))
+    e = error(params, batch) * (1 + config.noise * jax.random.uniform(key, batch['y'].shape))
     total, weight = e.sum(), batch['mask'].sum()
     terms = {'error': (total * jnp.where(step == config.poison, jnp.inf, 1), weight)}
     return terms, ({'error': 0.9 * stats['error'] + 0.1 * total / weight}, {'error': (total, weight)})

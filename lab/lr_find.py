@@ -106,5 +106,5 @@ def _picture(report, path) -> list[str]:
   marks = {'falls fastest': report['suggested'], 'lowest': report['lowest'], 'configured': report['configured']}
   figure = plot.lines({'loss': (report['rates'], report['losses']), 'smoothed': (report['rates'], report['smoothed'])},
                       x_label='learning rate (per update)', y_label='training loss', title='Learning-rate range test',
-                      log_x=True, marks={k: v for k, v in marks.items() if v is not None})
+                      log_x=True, log_y=True, marks={k: v for k, v in marks.items() if v is not None})
   return plot.save(figure, path)

@@ -34,47 +34,60 @@ class Optimizer(NamedTuple):
 
 
 class Kind(NamedTuple):
-  """An optimizer: own values of the keys it reads, and (beta1, beta2, eps, nesterov) -> optax transformation."""
+  """An optimizer: own values of the keys it reads, and (config.optim, beta1, beta2, eps) -> optax transformation."""
   own: dict[str, float]
   scale: Callable[..., optax.GradientTransformation]
 
 
-def _rmsprop(b1, b2, eps, nesterov):
+def _rmsprop(o, b1, b2, eps):
   scale = optax.scale_by_rms(b2, eps, eps_in_sqrt=False)
-  return optax.chain(scale, optax.trace(b1, nesterov)) if b1 else scale
+  return optax.chain(scale, optax.trace(b1, o.nesterov)) if b1 else scale
 
 
-def _adafactor(b1, b2, eps, nesterov):
-  return optax.chain(optax.scale_by_factored_rms(decay_rate=b2, epsilon=eps), optax.clip_by_block_rms(1.0),
-                     optax.scale_by_param_block_rms(1e-3))
+def _adafactor(o, b1, b2, eps):
+  del b1
+  relative = lambda path, u, w: u * jnp.maximum(_rms(o, path, w), 1e-3)
+  return optax.chain(optax.scale_by_factored_rms(decay_rate=b2, epsilon=eps), _clip_update(o, 1.0),
+                     optax.stateless(lambda updates, params: _by_path(relative, updates, params)))
+
+
+def _muon(o, beta, b2, eps):
+  del b2
+
+  def sides(path, x):      # a convolution's matrix is all its inputs x its outputs
+    first = x.ndim - _ndim(o, path, x)
+    return optax.contrib.MuonDimensionNumbers(tuple(range(first, x.ndim - 1)), x.ndim - 1)
+  muon = optax.contrib.muon(1.0, beta=beta, eps=eps, consistent_rms=0.2,
+                            muon_weight_dimension_numbers=lambda params: _by_path(sides, params))
+  return optax.chain(muon, optax.scale(-1.0))      # it comes with the sign of a descent
 
 
 ADAM = {'beta1': 0.9, 'beta2': 0.999, 'eps': 1e-8}
 KINDS = {
     # Robbins & Monro 1951
-    'sgd': Kind({}, lambda b1, b2, eps, nesterov: optax.identity()),
+    'sgd': Kind({}, lambda o, b1, b2, eps: optax.identity()),
     # v = b1 v + g; w -= rate v (Polyak 1964); nesterov: g + b1 v (Sutskever et al. 2013, equation 7)
-    'momentum': Kind({'beta1': 0.9}, lambda b1, b2, eps, nesterov: optax.trace(b1, nesterov)),
+    'momentum': Kind({'beta1': 0.9}, lambda o, b1, b2, eps: optax.trace(b1, o.nesterov)),
     # g / (sqrt(b2-average of g^2) + eps), then momentum where beta1 > 0 (Hinton's lecture 6e, 2012)
     'rmsprop': Kind({'beta1': 0.0, 'beta2': 0.9, 'eps': 1e-8}, _rmsprop),
     # Adam: arXiv 1412.6980, algorithm 1, with l2 decay; AdamW: 1711.05101, algorithm 2, with decoupled decay
-    'adam': Kind(ADAM, lambda b1, b2, eps, nesterov: optax.scale_by_adam(b1, b2, eps)),
-    'adamw': Kind(ADAM, lambda b1, b2, eps, nesterov: optax.scale_by_adam(b1, b2, eps)),
+    'adam': Kind(ADAM, lambda o, b1, b2, eps: optax.scale_by_adam(b1, b2, eps)),
+    'adamw': Kind(ADAM, lambda o, b1, b2, eps: optax.scale_by_adam(b1, b2, eps)),
     # beta2: the power of the decay 1 - t^-beta2; factored from 128 x 128 (arXiv 1804.04235, algorithms 4 and 5)
     'adafactor': Kind({'beta2': 0.8, 'eps': 1e-30}, _adafactor),
     # sign(b1 m + (1 - b1) g), m = b2 m + (1 - b2) g (arXiv 2302.06675, program 1)
-    'lion': Kind({'beta1': 0.9, 'beta2': 0.99}, lambda b1, b2, eps, nesterov: optax.scale_by_lion(b1, b2)),
+    'lion': Kind({'beta1': 0.9, 'beta2': 0.99}, lambda o, b1, b2, eps: optax.scale_by_lion(b1, b2)),
     # arXiv 1908.03265, algorithm 2
-    'radam': Kind(ADAM, lambda b1, b2, eps, nesterov: optax.scale_by_radam(b1, b2, eps)),
+    'radam': Kind(ADAM, lambda o, b1, b2, eps: optax.scale_by_radam(b1, b2, eps)),
     # arXiv 1212.5701, algorithm 1, times the rate, of which 1 is the paper's
-    'adadelta': Kind({'beta2': 0.9, 'eps': 1e-6}, lambda b1, b2, eps, nesterov: optax.scale_by_adadelta(b2, eps)),
+    'adadelta': Kind({'beta2': 0.9, 'eps': 1e-6}, lambda o, b1, b2, eps: optax.scale_by_adadelta(b2, eps)),
     # g / sqrt(sum of g^2 + eps) (Duchi et al. 2011, figure 1 with a diagonal)
-    'adagrad': Kind({'eps': 1e-7}, lambda b1, b2, eps, nesterov: optax.scale_by_rss(0.0, eps)),
+    'adagrad': Kind({'eps': 1e-7}, lambda o, b1, b2, eps: optax.scale_by_rss(0.0, eps)),
     # arXiv 1412.6980, algorithm 2
-    'adamax': Kind(ADAM, lambda b1, b2, eps, nesterov: optax.scale_by_adamax(b1, b2, eps)),
+    'adamax': Kind(ADAM, lambda o, b1, b2, eps: optax.scale_by_adamax(b1, b2, eps)),
     # matrices: momentum, orthogonalised by five Newton-Schulz steps (Jordan et al. 2024), times 0.2 sqrt(larger side)
     # so that it shares AdamW's rates (arXiv 2502.16982, equation 4)
-    'muon': Kind({'beta1': 0.95, 'eps': 1e-8}, None),
+    'muon': Kind({'beta1': 0.95, 'eps': 1e-8}, _muon),
 }
 
 
@@ -84,8 +97,6 @@ def check(config) -> None:
   for key, options in (('name', KINDS), ('schedule', SCHEDULES), ('decay_kind', ('decoupled', 'l2')),
                        ('continuation', ('blend', 'restart', 'none')), ('second.name', set(KINDS) - {'muon'})):
     choice(config, f'optim.{key}', sorted(options))
-  last = o.schedule_steps or config.total_steps
-  _expect('warmup_steps', o.warmup_steps, 0 <= o.warmup_steps <= last, f'0 to the schedule\'s end, {last}')
   _expect('ema', o.ema, 0 <= o.ema < 1, 'at least 0 and less than 1')
   for section, where in ((o, ''), (o.second, 'second.')):
     for key in ('beta1', 'beta2'):
@@ -97,6 +108,8 @@ def check(config) -> None:
   for key in ('decay', 'clip', 'clip_value', 'clip_update', 'max_nonfinite', 'end_rate', 'schedule_steps',
               'continuation_steps', 'accumulate_from'):
     _expect(key, o[key], o[key] >= 0, '0 or more')
+  last = o.schedule_steps or config.total_steps
+  _expect('warmup_steps', o.warmup_steps, 0 <= o.warmup_steps <= last, f'0 to the schedule\'s end, {last}')
   _expect('warmup_steps', o.warmup_steps, o.schedule != 'noam' or o.warmup_steps, 'more than 0 for noam')
   _expect('warmup_steps', o.warmup_steps, o.schedule != 'onecycle' or not o.warmup_steps, '0: onecycle has its own')
   _expect('decay_kind', o.decay_kind, o.decay_kind != 'l2' or o.name != 'adamw', 'decoupled; adam is the one with l2')
@@ -114,7 +127,8 @@ def check(config) -> None:
 def _unread(o):
   """Refuses a key that was set although the chosen optimizer or schedule does not look at it."""
   default, second = core().optim, _has_second(o)
-  reads = {*KINDS[o.name].own, *SCHEDULES[o.schedule], *(('nesterov',) if o.name in ('momentum', 'rmsprop') else ())}
+  nesterov = o.name == 'momentum' or o.name == 'rmsprop' and o.beta1 > 0
+  reads = {*KINDS[o.name].own, *SCHEDULES[o.schedule], *(('nesterov',) if nesterov else ())}
   for key in ('beta1', 'beta2', 'eps', 'nesterov', *{k for keys in SCHEDULES.values() for k in keys}):
     _expect(key, o[key], key in reads or o[key] == default[key],
             f'{default[key]!r}, for {o.name} with {o.schedule} does not read it')
@@ -192,22 +206,23 @@ def _scaled(o, name, betas) -> optax.GradientTransformation:
   read = lambda key: KINDS[name].own.get(key) if betas[key] == -1 else betas[key]
   decay = optax.add_decayed_weights(o.decay, lambda params: _by_path(lambda p, x: _decays(o, p, x), params))
   l2 = name == 'adam' or name != 'adamw' and o.decay_kind == 'l2'
-  scale = _muon(o, read('beta1'), read('eps')) if name == 'muon' else KINDS[name].scale(
-      read('beta1'), read('beta2'), read('eps'), o.nesterov)
   chain = [decay] if o.decay and l2 else []
-  chain.append(scale)
-  chain += [optax.clip_by_block_rms(o.clip_update)] if o.clip_update else []
+  chain.append(KINDS[name].scale(o, read('beta1'), read('beta2'), read('eps')))
+  chain += [_clip_update(o, o.clip_update)] if o.clip_update else []
   chain += [decay] if o.decay and not l2 else []
   return optax.chain(*chain)
 
 
-def _muon(o, beta, eps):
-  def sides(path, x):      # a convolution's matrix is all its inputs x its outputs
-    first = x.ndim - _ndim(o, path, x)
-    return optax.contrib.MuonDimensionNumbers(tuple(range(first, x.ndim - 1)), x.ndim - 1)
-  muon = optax.contrib.muon(1.0, beta=beta, eps=eps, consistent_rms=0.2,
-                            muon_weight_dimension_numbers=lambda params: _by_path(sides, params))
-  return optax.chain(muon, optax.scale(-1.0))      # it comes with the sign of a descent
+def _rms(o, path, x):
+  """Root mean square of an array, or of each layer of a stack, [1, ...] or [layers, 1, ...]."""
+  axes = tuple(range(x.ndim - _ndim(o, path, x), x.ndim))
+  return jnp.sqrt(jnp.mean(x * x, axes, keepdims=True))
+
+
+def _clip_update(o, most) -> optax.GradientTransformation:
+  """u / max(1, RMS(u) / most), array by array or layer by layer (arXiv 1804.04235, section 6)."""
+  clip = lambda path, u: u / jnp.maximum(1, _rms(o, path, u) / most)
+  return optax.stateless(lambda updates, params: _by_path(clip, updates))
 
 
 def _orthogonal(o, path, g, w):
@@ -220,7 +235,9 @@ def _orthogonal(o, path, g, w):
   axes = tuple(range(g.ndim - _ndim(o, path, g), g.ndim))
   dot = lambda a, b: jnp.sum(a * b, axes, keepdims=True)
   across = g - dot(w, g) / (dot(w, w) + 1e-30) * w
-  return across * (jnp.sqrt(dot(g, g)) / (jnp.sqrt(dot(across, across)) + 1e-30))
+  before, after = jnp.sqrt(dot(g, g)), jnp.sqrt(dot(across, across))
+  # of a gradient along w only a rounding is left; it must not be brought back to the gradient's length
+  return across * jnp.where(after > 1e-6 * before, before / (after + 1e-30), 0)
 
 
 def _ndim(o, path, x) -> int:

@@ -34,7 +34,7 @@ section { margin: 20px 0 0; padding: 22px 24px; background: var(--card); border:
 .scores { display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); gap: 12px; }
 .score { padding: 14px 16px; border: 1px solid var(--line); border-radius: 10px; min-width: 0; }
 .score.best { border-color: var(--accent); box-shadow: inset 0 0 0 1px var(--accent); }
-.score b { display: block; font-size: 1.6rem; font-weight: 600; line-height: 1.2; letter-spacing: -0.02em;
+.score b { display: block; font-size: 1.4rem; font-weight: 600; line-height: 1.2; letter-spacing: -0.02em;
   font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
 .score span { display: block; font-size: 0.84rem; color: var(--soft); overflow-wrap: anywhere; }
 .curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: 14px; }

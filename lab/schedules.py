@@ -56,8 +56,9 @@ def base(o, total_steps: int) -> Callable[[Step], jax.Array]:
       'constant': lambda n: jnp.float32(peak),
       'linear': optax.linear_schedule(peak, end, max(last - warm, 1)),
       'cosine': optax.cosine_decay_schedule(peak, max(last - warm, 1), end / peak),
-      'exponential': optax.exponential_decay(peak, o.factor_steps, o.factor, end_value=end),
-      'staircase': optax.exponential_decay(peak, o.factor_steps, o.factor, staircase=True, end_value=end),
+      'exponential': lambda n: jnp.maximum(end, peak * o.factor ** (n / o.factor_steps)),
+      # in whole numbers: optax's float quotient can fall short of the multiple itself
+      'staircase': lambda n: jnp.maximum(end, peak * o.factor ** (n.astype(jnp.int32) // o.factor_steps)),
       'rsqrt': lambda n: peak * (max(warm, 1) / (n + max(warm, 1)))**0.5,
   }[o.schedule]
 

@@ -168,6 +168,7 @@ def _loop(config, mesh, batches, step, state, checkpoints, log, judge) -> TrainS
   if i < total:
     logs.say(f'training from step {i} to {total}; the first step compiles')
   while i < total:
+    ledger.enter('save')
     profile(i)
     ledger.enter('wait')
     micro = [next(stream) for _ in range(accumulate.count(config.optim, i))]

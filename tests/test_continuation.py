@@ -40,7 +40,8 @@ def first(tmp_path_factory, toy_data):
 def onward(config, first, step, kind, **changes):
   """The configuration of a run of sixty steps, with a rate three times as high, from `step` on."""
   config.continue_from, config.total_steps, config.eval_steps, config.checkpoint.steps = f'{first}:{step}', 60, 0, 0
-  config.optim.update({'continuation': kind, 'continuation_steps': 10, 'learning_rate': 3e-3, 'end_rate': 1e-5, **changes})
+  config.optim.update({'continuation': kind, 'continuation_steps': 10, 'learning_rate': 3e-3, 'end_rate': 1e-5})
+  config.optim.update(changes)
   return config
 
 

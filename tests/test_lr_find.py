@@ -40,9 +40,9 @@ def test_a_range_test_writes_a_report_and_a_picture_and_nothing_else(toy_config,
 def test_it_is_a_mode_of_the_program_and_ends_where_the_loss_explodes(toy_data, tmp_path, monkeypatch, capsys):
   monkeypatch.setenv('TOY_DATA', toy_data)
   monkeypatch.chdir(ROOT)
-  code = main.main(['lab', '--config=tests/toy.py', f'--workdir={tmp_path}', '--mode=lr_find', '--step=latest', '--input=',
-                    '--output=', '--nodistributed', '--config.lr_find.high=1000.0', '--config.optim.name=sgd',
-                    '--config.optim.clip=0'])
+  code = main.main(['lab', '--config=tests/toy.py', f'--workdir={tmp_path}', '--mode=lr_find', '--step=latest',
+                    '--input=', '--output=', '--nodistributed', '--config.lr_find.high=1000.0',
+                    '--config.optim.name=sgd', '--config.optim.clip=0'])
   assert code == 0
   told = json.loads((tmp_path / 'lr_find/report.json').read_text())
   assert len(told['rates']) < 100 and '--config.optim.learning_rate=' in capsys.readouterr().err

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -73,13 +75,11 @@ def test_the_device_s_own_numbers_are_taken(monkeypatch):
   assert memory.size(50 * GIB) == '50 GiB' and memory.size(1500) == '1.46 KiB'
 
 
-def test_a_limit_on_the_address_space_counts(lab, tmp_path):
+def test_a_limit_on_the_address_space_counts():
   code = ('import resource, jax; from lab import memory; jax.devices(); free, _ = memory.free(); '
           'virtual = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize(); '
-          'resource.setrlimit(resource.RLIMIT_AS, (virtual + (1 << 28), -1)); assert memory.free()[0] <= 1 << 28 < free')
-  import subprocess
-  import sys
-  del lab, tmp_path
+          'resource.setrlimit(resource.RLIMIT_AS, (virtual + (1 << 28), -1)); '
+          'assert memory.free()[0] <= 1 << 28 < free')
   subprocess.run([sys.executable, '-c', code], check=True)
 
 

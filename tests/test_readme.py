@@ -55,7 +55,8 @@ def test_every_command_runs(tmp_path, monkeypatch, capfd):
       assert sweep.main(['sweep', str(tmp_path / 'sweep.toml'), f'--workdir={tmp_path}/sweep']) == 0
       assert '| 0.001 |' in (tmp_path / 'sweep/table.md').read_text()
     elif arguments[:1] == ['plot']:
-      assert plot.main(['plot', *(re.sub(r'^(--output=|)runs/', rf'\g<1>{tmp_path}/runs/', a) for a in arguments[1:])]) == 0
+      runs = [re.sub(r'^(--output=|)runs/', rf'\g<1>{tmp_path}/runs/', a) for a in arguments[1:]]
+      assert plot.main(['plot', *runs]) == 0
       assert (tmp_path / 'runs/curves.svg').exists() and (tmp_path / 'runs/curves.png').exists()
     elif name == 'launch/run.sh':
       assert main.main(['lab', *lab(arguments, tmp_path)]) == 0, line

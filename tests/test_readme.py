@@ -37,7 +37,7 @@ def lab(arguments, folder):
                rf'\g<1>{folder}/\2/', a)
     out.append('--nodistributed' if a == '--distributed' else a)
   mode = next((a.partition('=')[2] for a in out if a.startswith('--mode=')), 'train')
-  more = {'train': SMALL, 'lr_find': ('--config.lr_find.steps=5',), 'page': (), 'inspect': ()}
+  more = {'train': SMALL, 'lr_find': ('--config.lr_find.steps=5', '--config.input.batch_size=8'), 'page': (), 'inspect': ()}
   if '--config.continue_from=' in ' '.join(out):
     more['train'] = ('--config.total_steps=3', '--config.eval_steps=0')
   return [*DEFAULTS, *out, *more.get(mode, ('--config.input.eval_batch_size=8',))]

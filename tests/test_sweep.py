@@ -197,11 +197,12 @@ def test_a_metric_that_is_not_measured(pretend, tmp_path, capsys):
 
 
 def test_a_worker_asked_to_stop_asks_its_process(pretend, tmp_path, capsys):
+  before = signal.getsignal(signal.SIGINT)
   assert pretend({(0.1, 0): (1, 0), (0.2, 0): (2, 1000)}, TOY + RATES) == 75
   assert 'start the same command again' in capsys.readouterr().err
   assert [sweeps.state(r) for r in points.read(f'{tmp_path}/sweep.toml', f'{tmp_path}/sweep').runs()] == [
       'done', 'pending']
-  assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+  assert signal.getsignal(signal.SIGINT) is before
   assert pretend({(0.1, 0): (1, 0), (0.2, 0): (2, 75)}, TOY + RATES) == 75       # one that stops by itself
   assert pretend({(0.1, 0): (1, 0), (0.2, 0): (2, 0)}, TOY + RATES) == 0
   assert starts(tmp_path / 'sweep') == {'optim.learning_rate=0.1,seed=0': 1, 'optim.learning_rate=0.2,seed=0': 3}

@@ -77,7 +77,7 @@ KINDS = {
     'adafactor': Kind({'beta2': 0.8, 'eps': 1e-30}, _adafactor),
     # sign(b1 m + (1 - b1) g), m = b2 m + (1 - b2) g (arXiv 2302.06675, program 1)
     'lion': Kind({'beta1': 0.9, 'beta2': 0.99}, lambda o, b1, b2, eps: optax.scale_by_lion(b1, b2)),
-    # arXiv 1908.03265, algorithm 2
+    # arXiv 1908.03265, algorithm 2, rectified from rho > 5 on, as in the authors' program
     'radam': Kind(ADAM, lambda o, b1, b2, eps: optax.scale_by_radam(b1, b2, eps)),
     # arXiv 1212.5701, algorithm 1, times the rate, of which 1 is the paper's
     'adadelta': Kind({'beta2': 0.9, 'eps': 1e-6}, lambda o, b1, b2, eps: optax.scale_by_adadelta(b2, eps)),
@@ -85,8 +85,8 @@ KINDS = {
     'adagrad': Kind({'eps': 1e-7}, lambda o, b1, b2, eps: optax.scale_by_rss(0.0, eps)),
     # arXiv 1412.6980, algorithm 2
     'adamax': Kind(ADAM, lambda o, b1, b2, eps: optax.scale_by_adamax(b1, b2, eps)),
-    # matrices: momentum, orthogonalised by five Newton-Schulz steps (Jordan et al. 2024), times 0.2 sqrt(larger side)
-    # so that it shares AdamW's rates (arXiv 2502.16982, equation 4)
+    # matrices: momentum (optax's, with Adam's correction of its bias), orthogonalised by five Newton-Schulz steps
+    # (Jordan et al. 2024), times 0.2 sqrt(larger side) so that it shares AdamW's rates (arXiv 2502.16982, equation 4)
     'muon': Kind({'beta1': 0.95, 'eps': 1e-8}, _muon),
 }
 
@@ -112,6 +112,8 @@ def check(config) -> None:
   _expect('warmup_steps', o.warmup_steps, 0 <= o.warmup_steps <= last, f'0 to the schedule\'s end, {last}')
   _expect('warmup_steps', o.warmup_steps, o.schedule != 'noam' or o.warmup_steps, 'more than 0 for noam')
   _expect('warmup_steps', o.warmup_steps, o.schedule != 'onecycle' or not o.warmup_steps, '0: onecycle has its own')
+  _expect('continuation', o.continuation, o.continuation != 'restart' or o.schedule != 'noam',
+          'blend or none: the learning_rate of noam is no peak')
   _expect('decay_kind', o.decay_kind, o.decay_kind != 'l2' or o.name != 'adamw', 'decoupled; adam is the one with l2')
   _expect('accumulate_from', o.accumulate_from, o.accumulate > 1 or not o.accumulate_from, '0, for accumulate is 1')
   for key in ('stacked', 'frozen', 'decay_not'):
@@ -128,7 +130,8 @@ def _unread(o):
   """Refuses a key that was set although the chosen optimizer or schedule does not look at it."""
   default, second = core().optim, _has_second(o)
   nesterov = o.name == 'momentum' or o.name == 'rmsprop' and o.beta1 > 0
-  reads = {*KINDS[o.name].own, *SCHEDULES[o.schedule], *(('nesterov',) if nesterov else ())}
+  reads = {*KINDS[o.name].own, *SCHEDULES[o.schedule], *(('nesterov',) if nesterov else ()),
+           *(('end_rate',) if o.continuation == 'restart' else ())}
   for key in ('beta1', 'beta2', 'eps', 'nesterov', *{k for keys in SCHEDULES.values() for k in keys}):
     _expect(key, o[key], key in reads or o[key] == default[key],
             f'{default[key]!r}, for {o.name} with {o.schedule} does not read it')

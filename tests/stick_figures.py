@@ -27,7 +27,7 @@ def get_config(variant: str = ''):
                         'redundant_limbs': False})
   config.total_steps, config.eval_steps, config.checkpoint.steps = 450, 150, 0
   config.input.update({'batch_size': 16, 'eval_batch_size': 50})
-  config.optim.update({'learning_rate': 2e-3, 'warmup_steps': 0, 'decay': 0.0})      # without decay, AdamW is Adam
+  config.optim.update({'learning_rate': 1.5e-3, 'warmup_steps': 0, 'decay': 0.0})      # without decay, AdamW is Adam
   return config
 
 

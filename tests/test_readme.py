@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 # absl remembers the flags of the last call
 DEFAULTS = ('--mode=train', '--step=latest', '--input=', '--output=', '--nodistributed')
 SWEEP = """config = "configs/pose.py:smoke"\nmetric = "-loss"\nkind = "grid"\nseeds = [0]\n
-[fixed]\ntotal_steps = 2\neval_steps = 0\n[values]\n"optim.learning_rate" = [1e-3]\n"""
+[fixed]\ntotal_steps = 2\neval_steps = 0\ninput.batch_size = 8\n[values]\n"optim.learning_rate" = [1e-3]\n"""
 SMALL = ('--config.input.batch_size=8', '--config.total_steps=2', '--config.eval_steps=0')
 
 
@@ -37,9 +37,9 @@ def lab(arguments, folder):
                rf'\g<1>{folder}/\2/', a)
     out.append('--nodistributed' if a == '--distributed' else a)
   mode = next((a.partition('=')[2] for a in out if a.startswith('--mode=')), 'train')
-  more = {'train': SMALL, 'lr_find': ('--config.lr_find.steps=5', '--config.input.batch_size=8'), 'page': (), 'inspect': ()}
+  more = {'train': SMALL, 'lr_find': ('--config.lr_find.steps=5', SMALL[0]), 'page': (), 'inspect': ()}
   if '--config.continue_from=' in ' '.join(out):
-    more['train'] = ('--config.total_steps=3', '--config.eval_steps=0')
+    more['train'] = (SMALL[0], '--config.total_steps=3', '--config.eval_steps=0')
   return [*DEFAULTS, *out, *more.get(mode, ('--config.input.eval_batch_size=8',))]
 
 

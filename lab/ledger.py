@@ -114,7 +114,9 @@ def _lines(path) -> list[dict]:
 
 
 def table(found: dict) -> str:
-  """A summary in one line, the largest buckets first."""
+  """A summary in one line, the largest buckets first; '' of an empty one, such as where another machine writes it."""
+  if not found:
+    return ''
   shares = sorted(found['seconds'].items(), key=lambda kv: -kv[1])
   spent = ', '.join(f'{name} {s:.1f} s' for name, s in shares if s >= 0.05)
   return (f'{found["goodput"]:.0%} of {found["wall_s"]:.1f} s in steps that count ({spent}); '

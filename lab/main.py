@@ -118,7 +118,7 @@ def _train(task, config, began):
     try:
       train.run(task, config, FLAGS.workdir, began)
     finally:
-      if first:
+      if first and os.path.exists(os.path.join(FLAGS.workdir, 'config.json')):
         logs.page(FLAGS.workdir)
 
 

@@ -35,6 +35,8 @@ class Ledger:
     self.phase, self.mark = 'start', time.monotonic() - (now - self.began)
     self.compilations, self.step, self.written = 0, 0, 0.0
     self.file = open(os.path.join(workdir, NAME), 'a', encoding='utf-8') if writes else None
+    if writes and self.file.tell():
+      self.file.write('\n')       # whatever a kill cut off stays a line of its own
 
   def enter(self, phase: str) -> str:
     """Ends the phase that is on and begins another; returns the one that ended."""
@@ -107,10 +109,13 @@ def summary(workdir: str) -> dict:
 
 def _lines(path) -> list[dict]:
   """The lines of a ledger; one that a kill cut off is left out."""
-  if not os.path.exists(path):
-    return []
-  with open(path, encoding='utf-8') as f:
-    return [json.loads(line) for line in f if line.endswith('\n') and line.startswith('{') and line.rstrip()[-1] == '}']
+  found = []
+  if os.path.exists(path):
+    with open(path, encoding='utf-8') as f:
+      for line in f:
+        with contextlib.suppress(ValueError):
+          found.append(json.loads(line))
+  return found
 
 
 def table(found: dict) -> str:

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from data_pipelines import pipeline
 
-from lab import accumulate, logs, memory, mesh as meshes, optim, train
+from lab import accumulate, logs, memory, mesh as meshes, metrics, optim, train
 from lab.graft import graft
 from lab.ledger import Ledger
 from lab.programs import Program
+from lab.task import ConfigError
 
 SMOOTH = 0.9         # of the loss's moving average
 WORSE = 4.0          # times the best smoothed loss: the test ends
@@ -25,6 +26,8 @@ WORSE = 4.0          # times the best smoothed loss: the test ends
 
 def run(task, config, workdir: str) -> dict:
   """Runs the test, writes lr_find/report.json, .svg and .png, and returns the report."""
+  if config.continue_from:
+    raise ConfigError('config.continue_from: --mode=lr_find starts from scratch, or from config.init_from')
   mesh = meshes.make(config.mesh)
   with jax.set_mesh(mesh):
     rates, losses = _measure(task, config, workdir, mesh)
@@ -60,7 +63,7 @@ def _measure(task, config, workdir, mesh) -> tuple[list[float], list[float]]:
     # always as many micro-batches as the run will have in the end
     micro = [next(stream) for _ in range(accumulate.count(config.optim, config.optim.accumulate_from))]
     state, sums = step(state, meshes.place_stacked(mesh, micro, size))
-    loss = float(sums['loss'][0])
+    loss = metrics.ratios(jax.device_get({'loss': sums['loss']})).get('loss', math.nan)
     if not math.isfinite(loss):
       break
     rates.append(float(sums['learning_rate'][0]))
@@ -69,7 +72,7 @@ def _measure(task, config, workdir, mesh) -> tuple[list[float], list[float]]:
     mean = SMOOTH * mean + (1 - SMOOTH) * loss
     smoothed = mean / (1 - SMOOTH**(i + 1))
     best = min(best, smoothed)
-    if smoothed > WORSE * best and i > 10:
+    if smoothed > best + (WORSE - 1) * abs(best) and i > 10:
       break
   return rates, losses
 
@@ -106,5 +109,6 @@ def _picture(report, path) -> list[str]:
   marks = {'falls fastest': report['suggested'], 'lowest': report['lowest'], 'configured': report['configured']}
   figure = plot.lines({'loss': (report['rates'], report['losses']), 'smoothed': (report['rates'], report['smoothed'])},
                       x_label='learning rate (per update)', y_label='training loss', title='Learning-rate range test',
-                      log_x=True, log_y=True, marks={k: v for k, v in marks.items() if v is not None})
+                      log_x=True, log_y=min(report['losses'], default=0) > 0,
+                      marks={k: v for k, v in marks.items() if v is not None})
   return plot.save(figure, path)

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import signal
 import sys
 
@@ -51,7 +52,7 @@ def run(argv: list[str]) -> int:
   from lab import config as configs
   from lab.task import ConfigError, load
   argv, name = _config_name(argv)
-  report = any(a.lstrip('-') in ('mode=inspect', 'mode=page') for a in argv)
+  report = bool(re.search(r'--?mode[= ](inspect|page)\b', ' '.join(argv)))
   if not name and not report:
     raise ConfigError('--config is missing, such as --config=configs/pose.py')
   config = configs.read(name) if name else None
@@ -66,7 +67,7 @@ def run(argv: list[str]) -> int:
     raise ConfigError('--workdir is missing, such as --workdir=runs/pose')
   if FLAGS.mode == 'predict' and not FLAGS.input:
     raise ConfigError('--mode=predict needs --input: a file, a folder or a camera number')
-  if report:
+  if FLAGS.mode in ('inspect', 'page'):
     return _report()
   from lab import train
   train.check(config)

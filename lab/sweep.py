@@ -194,7 +194,7 @@ def _run_all(sweep, runs, stop) -> bool:
       _publish(sweep)
       ended, seconds = sum(map(_ended, runs)), time.monotonic() - began
       _say(f'{ended}/{len(runs)}  {_line(sweep, run)}  elapsed {logs.duration(seconds)}  '
-           f'ETA {logs.duration(seconds / (ended - before) * (len(runs) - ended))}')
+           f'ETA {logs.duration(seconds / max(ended - before, 1) * (len(runs) - ended))}')
     if stop.asked and not all(map(_ended, runs)):
       return False
     if idle:

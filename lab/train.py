@@ -152,8 +152,9 @@ def start(task, tx, config, like, spec, checkpoints) -> TrainState:
     if config.continue_from:
       state = continued(state, config.continue_from, config.optim.keep_moments)
     logs.say(f'no checkpoint in {checkpoints.folder}: starting at step {int(state.step)}')
-  if int(state.step) > config.total_steps:
-    raise ConfigError(f'the run is at step {int(state.step)}, beyond config.total_steps = {config.total_steps}')
+  if int(state.step) > config.total_steps or not checkpoints.steps() and int(state.step) == config.total_steps:
+    raise ConfigError(f'the run is at step {int(state.step)}, beyond config.total_steps = {config.total_steps}'
+                      f'{" or there already; a larger one goes on" * bool(config.continue_from)}')
   return state
 
 
@@ -163,8 +164,8 @@ def _loop(config, mesh, batches, step, state, checkpoints, log, judge) -> TrainS
   ledger, profile = log.ledger, logs.Profile(config.profile, log.workdir, int(state.step))
   watch = _Watch(config, batches)
   i, total, stream = int(state.step), config.total_steps, iter(batches)
-  if checkpoints.notes.get('evaluation_due'):
-    _evaluate(i, state, judge, log)
+  if checkpoints.notes.get('evaluation_due') and _evaluate(i, state, judge, log) is None:
+    raise meshes.Preempted(f'stopped at step {i}, whose evaluation is still due; start the same command again to go on')
   if i < total:
     logs.say(f'training from step {i} to {total}; the first step compiles')
   while i < total:

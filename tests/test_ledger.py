@@ -90,3 +90,9 @@ def test_a_run_that_saves_and_stops_loses_nothing(toy_config, tmp_path, monkeypa
   train.run(toy.make_task(toy_config), toy_config, str(tmp_path))
   found = summary(str(tmp_path))
   assert found['starts'] == 2 and found['lost_steps'] == 0 and found['seconds']['lost'] == 0
+
+
+def test_a_line_that_was_cut_off_spoils_no_other(tmp_path):
+  (tmp_path / 'ledger.jsonl').write_text(line(100, 110, 3, 'saved', start=10) + '\n{"began": 100, "ti')
+  Ledger(str(tmp_path), began=120.0).close()
+  assert summary(str(tmp_path))['starts'] == 2

@@ -214,6 +214,9 @@ def test_an_evaluation_that_was_interrupted_is_done_at_the_next_start(toy_config
   with pytest.raises(meshes.Preempted, match='step 10 '):
     run(toy_config, tmp_path)
   assert Checkpoints(str(tmp_path)).meta(10)['notes']['evaluation_due']
+  monkeypatch.setattr(meshes, 'interrupted', lambda: True)
+  with pytest.raises(meshes.Preempted, match='still due'):      # and again, in the evaluation that is due
+    run(toy_config, tmp_path)
   monkeypatch.setattr(meshes, 'interrupted', lambda: False)
   monkeypatch.setattr(meshes, 'preempted', lambda step: False)
   run(toy_config, tmp_path)

@@ -1,7 +1,7 @@
 """Multi-person pose, bottom-up (part affinity fields).
 
   launch/run.sh --config=configs/pose.py --workdir=runs/pose
-      the 17 photographs that ship with the lab, learnt by heart; 2 CPU cores, 6.5 minutes: AP .634 on the same people
+      the 17 photographs that ship with the lab, learnt by heart; 2 busy CPU cores, 10.6 minutes: AP .634 on them
   launch/run.sh --config=configs/pose.py:coco --workdir=runs/coco --config.data.dir=data/coco
       COCO 2017, the full network (VGG-19, 4 PAF and 2 heatmap stages, 26 M parameters), an accelerator. Not yet run on
       the complete COCO; on 63 of its photographs it reaches a training AP of .812 in 6.5 minutes on one H100

@@ -8,7 +8,6 @@ on the empty ones too.
 """
 
 import functools
-import hashlib
 import io
 import os
 
@@ -213,12 +212,4 @@ def _padded(tf, rows, people: int):
 
 def sample() -> str:
   """The folder of the prepared samples; made on first use, in $XDG_CACHE_HOME/lab or ~/.cache/lab."""
-  digest = hashlib.sha256(f'{NAME} {VERSION}'.encode())
-  for folder, _, names in sorted(os.walk(SAMPLE)):
-    for name in sorted(names):
-      digest.update(f'{os.path.relpath(folder, SAMPLE)}/{name}'.encode())
-      digest.update(prepared.sha256(os.path.join(folder, name)).encode())
-  cache = os.environ.get('XDG_CACHE_HOME') or os.path.join(os.path.expanduser('~'), '.cache')
-  out_dir = os.path.join(cache, 'lab', f'{NAME}-sample-{digest.hexdigest()[:16]}')
-  final = os.path.join(out_dir, NAME, VERSION)
-  return final if os.path.isdir(final) else prepare(SAMPLE, out_dir, shards=2)[0]
+  return prepared.sample(SAMPLE, NAME, VERSION, prepare)

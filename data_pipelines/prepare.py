@@ -1,6 +1,11 @@
 """Turns public raw files into prepared data sets, and checks prepared ones.
 
   python -m data_pipelines.prepare coco --raw_dir=COCO --out_dir=OUT [--shards=64]
+  python -m data_pipelines.prepare mnist --raw_dir=MNIST --out_dir=OUT
+  python -m data_pipelines.prepare moving_mnist --raw_dir=MNIST --out_dir=OUT [--digits=2] [--sequences=10000]
+                                                [--frames=20] [--size=64] [--seed=0]
+  python -m data_pipelines.prepare clips --raw_dir=FILE_OR_FOLDER --out_dir=OUT [--layout=auto|TNHW|NTHW] [--frames=20]
+                                         [--parity_split]
   python -m data_pipelines.prepare verify FOLDER        (or --dir=FOLDER)
 
 Prints a report of what is in the data as JSON. A killed run leaves nothing half under the final name; start it again.
@@ -12,20 +17,45 @@ import importlib
 import json
 import os
 import sys
+from typing import NamedTuple
 
 from absl import flags
 
 from data_pipelines import DataError, TooLarge, prepared
 
-# name -> module with prepare(raw_dir, out_dir, *, shards) -> (folder, report) and check(record) -> what is wrong or ''
+
+class Dataset(NamedTuple):
+  """A data set's module, with prepare(raw_dir, out_dir, *, shards, OPTIONS...) -> (folder, report).
+
+  Where a manifest names the data set, check(record) -> what is wrong or ''. `options` are flags that it takes beside
+  those that all take; `file`: --raw_dir may be a file.
+  """
+  module: str
+  options: tuple[str, ...] = ()
+  file: bool = False
+
+
 DATASETS = {
-    'coco': 'data_pipelines.coco',
+    'coco': Dataset('data_pipelines.coco'),
+    'mnist': Dataset('data_pipelines.mnist'),
+    'moving_mnist': Dataset('data_pipelines.moving_mnist', ('digits', 'sequences', 'frames', 'size', 'seed')),
+    'clips': Dataset('data_pipelines.clips', ('layout', 'frames', 'parity_split'), file=True),
 }
+OPTIONS = sorted({o for d in DATASETS.values() for o in d.options})
 FLAGS = flags.FlagValues()
-flags.DEFINE_string('raw_dir', '', 'Folder of the raw files.', flag_values=FLAGS)
+flags.DEFINE_string('raw_dir', '', 'Folder of the raw files; of clips also one file.', flag_values=FLAGS)
 flags.DEFINE_string('out_dir', '', 'Folder that gets NAME/VERSION/ with the prepared data.', flag_values=FLAGS)
 flags.DEFINE_string('dir', '', 'Prepared folder to verify.', flag_values=FLAGS)
 flags.DEFINE_integer('shards', 64, 'Files a split, at most its records.', lower_bound=1, flag_values=FLAGS)
+flags.DEFINE_integer('digits', 2, 'Digits of a sequence.', lower_bound=1, flag_values=FLAGS)
+flags.DEFINE_integer('sequences', 10000, 'Sequences of each split.', lower_bound=1, flag_values=FLAGS)
+flags.DEFINE_integer('frames', 20, 'Frames of a sequence.', lower_bound=1, flag_values=FLAGS)
+flags.DEFINE_integer('size', 64, 'Side of a frame in px; a digit has 28.', lower_bound=28, flag_values=FLAGS)
+flags.DEFINE_integer('seed', 0, 'Of the sequences that are drawn.', lower_bound=0, flag_values=FLAGS)
+flags.DEFINE_enum('layout', 'auto', ('auto', 'TNHW', 'NTHW'), 'Axes of arrays: time, number, height, width.',
+                  flag_values=FLAGS)
+flags.DEFINE_boolean('parity_split', False, 'Divide one file: nine tenths train, one tenth validation.',
+                     flag_values=FLAGS)
 flags.DEFINE_boolean('help', False, 'Print this help.', flag_values=FLAGS)
 FLAGS.set_gnu_getopt(True)
 
@@ -46,11 +76,11 @@ def verify(folder: str) -> int:
   count = 0
   for path in [folder] if here or not inner else inner:
     found = prepared.manifest(path)
-    module = DATASETS.get(found['dataset'])
-    if module is None:
+    dataset = DATASETS.get(found['dataset'])
+    if dataset is None:
       raise DataError(f'{path}: made by {found["dataset"]!r}, which is none of {", ".join(DATASETS)}')
     wrong = 0
-    for line in prepared.problems(path, importlib.import_module(module).check):
+    for line in prepared.problems(path, importlib.import_module(dataset.module).check):
       print(line, flush=True)
       wrong += 1
     records = sum(s['records'] for s in found['splits'].values())
@@ -75,6 +105,11 @@ def run(argv: list[str]) -> int:
   if not words or words[0] not in commands:
     raise UsageError(f'{"unknown" if words else "no"} command{" " + words[0] if words else ""}; one of '
                      f'{", ".join(commands)}; --help tells more')
+  taken = DATASETS[words[0]].options if words[0] in DATASETS else ()
+  for option in OPTIONS:
+    if FLAGS[option].present and option not in taken:
+      known = ', '.join(f'--{o}' for o in taken)
+      raise UsageError(f'{words[0]} takes no --{option}' + f'; it takes {known}' * bool(taken))
   if words[0] == 'verify':
     folders = words[1:] + [FLAGS.dir] * bool(FLAGS.dir)
     if len(folders) != 1:
@@ -82,16 +117,20 @@ def run(argv: list[str]) -> int:
     return 3 if verify(folders[0]) else 0
   if words[1:]:
     raise UsageError(f'unexpected {words[1]!r}; folders are given as --raw_dir and --out_dir')
-  for name in ('raw_dir', 'out_dir'):
-    if not FLAGS[name].value:
-      raise UsageError(f'{words[0]} needs --{name}')
-  if not os.path.isdir(FLAGS.raw_dir):
-    raise DataError(f'--raw_dir={FLAGS.raw_dir}: no such folder')
-  folder, report = importlib.import_module(DATASETS[words[0]]).prepare(FLAGS.raw_dir, FLAGS.out_dir,
-                                                                       shards=FLAGS.shards)
+  folder, report = _prepare(words[0], DATASETS[words[0]])
   print(json.dumps(report, indent=2))
   print(f'{folder} is ready', file=sys.stderr)
   return 0
+
+
+def _prepare(name: str, dataset: Dataset) -> tuple[str, dict]:
+  for folder in ('raw_dir', 'out_dir'):
+    if not FLAGS[folder].value:
+      raise UsageError(f'{name} needs --{folder}')
+  if not os.path.isdir(FLAGS.raw_dir) and not (dataset.file and os.path.isfile(FLAGS.raw_dir)):
+    raise DataError(f'--raw_dir={FLAGS.raw_dir}: no such {"file or " * dataset.file}folder')
+  options = {o: FLAGS[o].value for o in dataset.options}
+  return importlib.import_module(dataset.module).prepare(FLAGS.raw_dir, FLAGS.out_dir, shards=FLAGS.shards, **options)
 
 
 def main(argv: list[str]) -> int:

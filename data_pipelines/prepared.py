@@ -124,6 +124,25 @@ def find(folder: str, name: str, version: str) -> str | None:
   return None
 
 
+def sample(folder: str, name: str, version: str, prepare: Callable[..., tuple[str, dict]]) -> str:
+  """The prepared form of raw files that ship with the lab; made on first use, in $XDG_CACHE_HOME/lab or ~/.cache/lab.
+
+  Args:
+    folder: of the raw files; where one of them changes, they are prepared anew.
+    prepare: as a data set's module has it, (raw_dir, out_dir, *, shards) -> (prepared folder, report).
+  """
+  digest = hashlib.sha256(f'{name} {version}'.encode())
+  for where, _, files in sorted(os.walk(folder)):
+    for file in sorted(files):
+      path = os.path.join(where, file)
+      digest.update(f'{os.path.relpath(where, folder)}/{file}'.encode())
+      digest.update(sha256(path).encode())
+  cache = os.environ.get('XDG_CACHE_HOME') or os.path.join(os.path.expanduser('~'), '.cache')
+  out_dir = os.path.join(cache, 'lab', f'{name}-sample-{digest.hexdigest()[:16]}')
+  final = os.path.join(out_dir, name, version)
+  return final if os.path.isdir(final) else prepare(folder, out_dir, shards=2)[0]
+
+
 def sha256(path: str) -> str:
   """The SHA-256 of a file, in hexadecimal."""
   with open(path, 'rb') as f:

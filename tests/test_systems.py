@@ -26,7 +26,7 @@ def config(request):
   return importlib.import_module(f'configs.{request.param}').get_config('smoke')
 
 
-FULL = {'pose': 'coco'}        # the variant for an accelerator
+FULL = {'pose': 'coco', 'video': 'paper'}        # the variant for an accelerator
 
 
 @pytest.mark.parametrize('recipe, variant', [(r, v) for r in RECIPES for v in ('', 'smoke', FULL.get(r, 'full'))])

@@ -1,0 +1,178 @@
+"""The video task: what is learnt, from what, and what can't be."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from data_pipelines import pipeline
+
+from configs import video
+from lab import accumulate, optim, points, sharding, train
+from lab.systems.video import draw, output, registry, task as video_task
+from lab.task import ConfigError, load
+from tests.conftest import ROOT
+
+
+def smoke(**keys):
+  config = video.get_config('smoke')
+  config.update_from_flattened_dict({k.replace('__', '.'): v for k, v in keys.items()})
+  return config
+
+
+def start(config):
+  """task, one training batch, and the state of step 0."""
+  task = load(config)
+  size = config.input.batch_size
+  batches = pipeline.Batches(task.source('train'), config.input, size, range(size), train=True, seed=config.seed)
+  tx = optim.make(config.optim, config.total_steps)
+  state = jax.jit(train.initial(task, tx, config, batches.spec(1)))()
+  return task, tx, next(iter(batches)), state
+
+
+def gradients(task, state, batch, step=0):
+  key = jax.random.key(1)
+  micro = {k: v[None] for k, v in batch.items()}
+  run = jax.jit(lambda s: accumulate.gradients(task.loss, s.params, s.stats, micro, key, jnp.int32(step)))
+  return run(state)
+
+
+@pytest.mark.parametrize('name', [n for n in optim.KINDS if n != 'muon'])
+def test_one_step_moves_every_tensor(name):
+  config = smoke(optim__name=name, optim__learning_rate=1e-3)
+  if name in ('sgd', 'momentum'):
+    config.optim.learning_rate = 0.1
+  task, tx, batch, state = start(config)
+  loss, grads, _, _ = gradients(task, state, batch)
+  moved, _, ok, _ = jax.jit(tx.update)(loss, grads, state.opt, state.params, jnp.int32(0))
+  assert bool(ok)
+  for (path, a), (_, b) in zip(sharding.paths(state.params), sharding.paths(moved), strict=True):
+    assert float(jnp.abs(a - b).max()) > 0, path
+
+
+def test_the_papers_rule_steps_no_further_than_its_clip():
+  rule = video.get_config('paper-rule').optim
+  config = smoke(loss__scale=800.0, model__cell='peephole', model__init='uniform')
+  config.optim = rule
+  task, tx, batch, state = start(config)
+  for step in range(3):
+    loss, grads, _, _ = gradients(task, state, batch, step)
+    moved, opt, _, norms = jax.jit(tx.update)(loss, grads, state.opt, state.params, jnp.int32(step))
+    biggest = max(float(jnp.abs(a - b).max()) for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(state.params)))
+    assert 0.5e-4 < biggest <= 1.0001e-4               # the sum of a weight and its step is rounded
+    state = state._replace(params=moved, opt=opt)
+  _, _, _, norms = tx.update(loss, grads, state.opt, state.params, jnp.int32(10_000))
+  np.testing.assert_allclose(norms['learning_rate'][0], 9e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize('combo', output.COMBOS)
+@pytest.mark.parametrize('heads', video_task.HEADS)
+def test_every_combination_gives_its_heads_metrics_and_no_others(combo, heads):
+  config = smoke(loss__combo=combo, model__heads=heads)
+  task, _, batch, state = start(config)
+  (terms, (_, sums)), found = jax.jit(lambda s, b: (task.loss(s.params, s.stats, b, jax.random.key(0), s.step),
+                                                    task.measure(s.params, s.stats, b)))(state, batch)
+  own = set(video_task.HEADS[heads])
+  assert set(terms) == own and {k.split('_')[0] for k in sums} == own
+  for head in ('recon', 'pred'):
+    for metric in ('mse_per_frame', 'bce_nats_per_frame'):
+      assert (f'{head}_{metric}' in sums) == (f'{head}_{metric}' in found) == (head in own)
+  assert {'loss', 'copy_last_mse_per_frame', 'zero_mse_per_frame'} <= set(found)
+  assert ('recon_teacher_forced_mse_per_frame' in found) == ('recon' in own)     # the smoke recipe is taught
+  assert all(np.isfinite(t) and w > 0 for t, w in found.values())
+
+
+def test_the_free_run_is_evaluated_whatever_was_fed_in_training():
+  found = {}
+  for feed in ('output', 'teacher', 'scheduled'):
+    task, _, batch, state = start(smoke(model__feed=feed))
+    found[feed] = jax.device_get(jax.jit(task.measure)(state.params, state.stats, batch))
+  for feed in ('teacher', 'scheduled'):
+    for k, v in found['output'].items():
+      np.testing.assert_allclose(found[feed][k], v, rtol=1e-6, err_msg=k)
+
+
+def test_scheduled_feeding_goes_from_true_frames_to_own_ones():
+  config = smoke(model__feed='scheduled', loss__scheduled_steps=8, total_steps=100)
+  truth = {'recon': jnp.zeros((64, 5, 16, 16)), 'pred': jnp.zeros((64, 5, 16, 16))}
+  shares = [float(jnp.mean(video_task._use(config, truth, jax.random.key(0), jnp.int32(s))['pred']))
+            for s in (0, 4, 8, 50)]
+  assert shares[0] == 1 and 0.35 < shares[1] < 0.65 and shares[2:] == [0, 0]
+
+
+def test_a_reversed_target_is_shown_in_the_order_of_time():
+  """An oracle that gives each head exactly its target has no error, and its pictures run forwards."""
+  for order in ('reversed', 'forward'):
+    task, _, batch, state = start(smoke(model__recon_order=order))
+    outputs = jax.device_get(jax.jit(task.predict)(state.params, state.stats, batch, jax.random.key(0)))
+    shown = {**outputs, 'recon': outputs['past'], 'pred': outputs['future']}
+    for record in task.records(shown, batch):
+      assert record['recon_mse_per_frame'] == record['pred_mse_per_frame'] == [0.0] * 5
+    late = {**shown, 'pred': np.roll(outputs['future'], 1, 1)}
+    assert all(sum(r['pred_mse_per_frame']) > 1 for r in task.records(late, batch))
+
+
+def test_pictures_have_a_row_for_what_there_is():
+  frames = np.zeros((5, 16, 16), np.uint8)
+  assert draw.strip(frames, frames, frames, frames).shape == (5 * 66, 6 + 5 * 66, 3)
+  assert draw.strip(frames, None, None, frames).shape == (2 * 66, 6 + 5 * 66, 3)
+  assert draw.film(frames, None, frames, frames).shape == (10, 66, 6 + 3 * 66, 3)
+  assert draw.film(frames, frames, None, frames[:3]).shape == (8, 66, 6 + 3 * 66, 3)
+
+
+def test_states_that_cannot_reach_the_data_are_told(caplog):
+  config = smoke(model__readout='copy', model__encoder=(256,), model__head=(256,))
+  task, _, batch, state = start(config)
+  found = task.finish(jax.device_get(jax.jit(task.measure)(state.params, state.stats, batch)))
+  assert 'only pixels of' in caplog.text and found['pred_mse_per_frame'] > 17.5 * 0.97     # its floor
+  caplog.clear()
+  load(smoke()).finish({'pred_h_min': (-0.1, 1), 'pred_h_max': (0.1, 1), 'recon_h_min': (-0.1, 1)})
+  assert not caplog.text                           # a linear readout can reach everything
+
+
+BAD = (
+    ({'loss__combo': '0nb'}, 'loss.combo'), ({'loss__combo': '1tb'}, 'loss.combo'),
+    ({'loss__multiply': 0.0}, 'multiply'),
+    ({'loss__combo': '0nm', 'loss__multiply': 10.0}, 'multiply'), ({'data__digits': 4}, 'data.digits'),
+    ({'data__pool': 3}, 'data.pool'), ({'video__size': 7}, 'video.size'), ({'data__speed_min': 0.2}, 'data.speed_min'),
+    ({'data__bounce': 'wrap'}, 'data.bounce'), ({'model__heads': 'all'}, 'model.heads'),
+    ({'model__feed': 'truth'}, 'model.feed'), ({'model__cell': 'convlstm'}, 'model.embed'),
+    ({'loss__recon_weight': 0.0}, 'loss.recon_weight'), ({'data__eval': 'val'}, 'data.eval'),
+    ({'video__future': 0}, 'video.future'), ({'model__kind': 'simvp'}, 'model.heads'))
+
+
+@pytest.mark.parametrize('keys, key', BAD)
+def test_settings_that_cannot_run_name_their_key(keys, key):
+  with pytest.raises(ConfigError, match=key.replace('.', r'\.')):
+    load(smoke(**keys))
+
+
+def test_every_named_model_is_a_recipe():
+  for name in registry.PARITY:
+    config = video.get_config(f'parity={name}')
+    train.check(config)
+    load(config)
+  with pytest.raises(ConfigError, match='cnn-flatten'):
+    video.get_config('parity=vgg')
+  with pytest.raises(ConfigError, match='convlstm'):
+    video.get_config('full')
+
+
+@pytest.mark.parametrize('variant', ['', *(v for v in video.VARIANTS if '=' not in v),
+                                     *(f'parity={n}' for n in registry.PARITY)])
+def test_every_array_has_its_sharding_rule(variant):
+  config = video.get_config(variant)
+  config.data.dir = 'sample'
+  task = load(config)
+  batch = {'digits': jnp.zeros((1, config.data.digits, 28, 28), jnp.uint8), 'number': jnp.zeros((1, 2), jnp.uint32)}
+  params, _ = jax.eval_shape(task.init, jax.random.key(0), batch)
+  sharding.audit(task.rules, params)
+
+
+@pytest.mark.parametrize('path', ['video_table', 'video_grid', 'video_parity'])
+def test_sweeps_have_names_that_differ_and_parse_back(path):
+  sweep = points.read(os.path.join(ROOT, 'configs', f'{path}.toml'))
+  runs = sweep.runs()
+  assert len({r.name for r in runs}) == len(runs) == {'video_table': 12, 'video_grid': 30}.get(path, len(runs))
+  assert all(points.parse(r.name) == {**r.values, 'seed': r.seed} for r in runs)

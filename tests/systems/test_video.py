@@ -119,6 +119,7 @@ def test_pictures_have_a_row_for_what_there_is():
   assert draw.strip(frames, None, None, frames).shape == (2 * 66, 6 + 5 * 66, 3)
   assert draw.film(frames, None, frames, frames).shape == (10, 66, 6 + 3 * 66, 3)
   assert draw.film(frames, frames, None, frames[:3]).shape == (8, 66, 6 + 3 * 66, 3)
+  assert draw.film(frames, None, frames[:2], frames).shape == draw.film(frames, None, frames, frames).shape
 
 
 def test_states_that_cannot_reach_the_data_are_told(caplog):

@@ -29,17 +29,18 @@ def film(past: np.ndarray, recon: np.ndarray | None, future: np.ndarray | None, 
   """
   parts = []
   for truth, made, colour in ((past, recon, SEEN), (future, pred, FORECAST)):
-    length = max(len(x) for x in (truth, made, ()) if x is not None)
-    blank = np.zeros((length, *past.shape[1:]), np.uint8)
-    shown = [blank if x is None else x for x in (truth, made)]
-    shown.append(blank if truth is None or made is None else error(made, truth))
-    parts += [_row([x[t] for x in shown], colour, len(shown)) for t in range(length)]
+    shown = [x for x in (truth, made) if x is not None]
+    wrong = error(made, truth) if len(shown) == 2 else None
+    for t in range(max(map(len, shown), default=0)):
+      parts.append(_row([x[t] if x is not None and t < len(x) else np.zeros_like(past[0])
+                         for x in (truth, made, wrong)], colour, 3))
   return np.stack(parts)
 
 
 def error(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-  """|a - b| of u8 arrays, as u8."""
-  return np.abs(a.astype(np.int16) - b).astype(np.uint8)
+  """|a - b| of the frames u8[T, S, S] that both have, as u8."""
+  both = min(len(a), len(b))
+  return np.abs(a[:both].astype(np.int16) - b[:both]).astype(np.uint8)
 
 
 def _row(frames, colour, columns) -> np.ndarray:

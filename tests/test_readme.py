@@ -7,10 +7,11 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from data_pipelines import prepare
 
-from lab import main, plot, sweep
+from lab import main, plot, points, sweep
 from tests.conftest import ROOT
 
 # absl remembers the flags of the last call
@@ -27,11 +28,20 @@ def commands():
   return [line for _, block in blocks for line in block.splitlines() if line.strip()]
 
 
+def users_files(folder):
+  """What the README's $NAMES stand for."""
+  clips = np.random.default_rng(0).integers(0, 256, (20, 3, 16, 16), np.uint8)
+  np.save(folder / 'clip.npy', clips[:, 0])
+  np.save(folder / 'sequences.npy', clips)
+  return {'COCO': 'data_pipelines/samples/pose', 'MNIST': 'data_pipelines/samples/video',
+          'CLIP': f'{folder}/clip.npy', 'SEQUENCES': f'{folder}/sequences.npy'}
+
+
 def lab(arguments, folder):
   """The program's arguments, with the smoke recipe, in a folder of the test's."""
   out = []
   for a in arguments:
-    a = re.sub(r'^--config=configs/pose\.py(:\w+)?$', '--config=configs/pose.py:smoke', a)
+    a = re.sub(r'^--config=configs/(\w+)\.py(:\w+)?$', r'--config=configs/\1.py:smoke', a)
     a = re.sub(r'^(--workdir=|--output=|--config\.init_from=|--config\.data\.dir=|'
                r'--config\.continue_from=|)(runs|data)/',
                rf'\g<1>{folder}/\2/', a)
@@ -39,21 +49,27 @@ def lab(arguments, folder):
   mode = next((a.partition('=')[2] for a in out if a.startswith('--mode=')), 'train')
   more = {'train': SMALL, 'lr_find': ('--config.lr_find.steps=5', SMALL[0]), 'page': (), 'inspect': ()}
   if '--config.continue_from=' in ' '.join(out):
-    more['train'] = (SMALL[0], '--config.total_steps=3', '--config.eval_steps=0')
+    more['train'] = (SMALL[0], '--config.total_steps=3', '--config.eval_steps=0',
+                     '--config.optim.continuation_steps=1')
   return [*DEFAULTS, *out, *more.get(mode, ('--config.input.eval_batch_size=8',))]
 
 
 @pytest.mark.timeout(900)
 def test_every_command_runs(tmp_path, monkeypatch, capfd):
   monkeypatch.chdir(ROOT)
-  seen = []
+  seen, own = [], users_files(tmp_path)
   for line in commands():
-    name, *arguments = shlex.split(re.sub(r'^(\w+=\S+ )+', '', line).replace('$COCO', 'data_pipelines/samples/pose'))
+    filled = re.sub(r'\$(\w+)', lambda m: own[m[1]], re.sub(r'^(\w+=\S+ )+', '', line))
+    name, *arguments = shlex.split(filled)
     if arguments[:1] == ['sweep']:
-      assert os.path.isfile(os.path.join(ROOT, arguments[1]))
+      sweep.check(points.read(arguments[1]))
       (tmp_path / 'sweep.toml').write_text(SWEEP)
       assert sweep.main(['sweep', str(tmp_path / 'sweep.toml'), f'--workdir={tmp_path}/sweep']) == 0
       assert '| 0.001 |' in (tmp_path / 'sweep/table.md').read_text()
+    elif arguments[:1] == ['plot'] and arguments[1].endswith('.toml'):
+      folder = tmp_path / 'plots'
+      assert plot.main(['plot', *arguments[1:], f'--root={tmp_path}/sweep', f'--output={folder}', '--partial']) == 0
+      assert len(os.listdir(folder)) >= 2
     elif arguments[:1] == ['plot']:
       runs = [re.sub(r'^(--output=|)runs/', rf'\g<1>{tmp_path}/runs/', a) for a in arguments[1:]]
       assert plot.main(['plot', *runs]) == 0

@@ -390,3 +390,10 @@ def test_simvp_learns_with_every_array():
 def test_what_cannot_be_built(key, changes):
   with pytest.raises(ConfigError, match=f'config.{key}'):
     model.check(settings({k if '.' in k else f'model.{k}': v for k, v in changes.items()}))
+
+
+def test_recurrent_kernels_start_orthogonal_gate_by_gate():
+  net, lengths, _ = build(TINY, encoder=(64,), head=(64,))
+  kernel = net.init(KEY, jnp.zeros((1, PAST, SIZE, SIZE)), lengths)['params']['encoder']['layer0']['recurrent']
+  for gate in np.split(np.asarray(kernel), 4, -1):
+    np.testing.assert_allclose(gate.T @ gate, np.eye(64), atol=1e-5)

@@ -34,6 +34,10 @@ def core() -> ConfigDict:
       'log_steps': 10,
       'eval_steps': 100,           # 0: only at the end
       'eval_pictures': 4,          # examples drawn at each evaluation
+      'early_stop': {              # by the metric of checkpoint.best
+          'patience': 0,           # evaluations without improvement after which the run ends; 0: off
+          'delta': 0.005,          # relative improvement that counts as one
+      },
       'lr_find': {                 # --mode=lr_find
           'low': 1e-8,             # rates, exponentially from here
           'high': 1.0,             # to here
@@ -78,6 +82,7 @@ def _optim() -> dict:
       'clip': 1.0,             # gradient norm, of all arrays together; 0: off
       'clip_value': 0.0,       # every number of the gradient; 0: off
       'clip_update': 0.0,      # root mean square of each array's update before the rate (Adafactor's d); 0: off
+      'clip_step': 0.0,        # every number of the step, after the rate (Srivastava et al. 2015 use 1e-4); 0: off
       'orthograd': False,      # drop the gradient's part along its weights (arXiv 2501.04697)
       'stacked': '',           # regex of parameters whose first axis counts layers (nn.scan); each is its own
       'frozen': '',            # regex of parameters that do not learn; they take no moments

@@ -1,7 +1,7 @@
 """Evaluation: masked sums over a whole split, and a score on the host; every example counts once."""
 
 import itertools
-from typing import Any, Callable
+from typing import Any, Callable, Iterable, Mapping
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -72,16 +72,42 @@ def summary(scalars: Scalars) -> str:
   return '  '.join(f'{k} {v:.4g}' for k, v in scalars.items() if '/' not in k and v is not None)
 
 
-def run(task: Task, config, workdir: str, which: str) -> Scalars:
-  """--mode=eval: the scores of a checkpoint (latest, best or a step), printed and written to workdir/eval_STEP.json."""
+def stalled(config: Mapping, rows: Iterable[Mapping]) -> str:
+  """Why a run with these rows of metrics.jsonl has to end by config.early_stop; '' where it goes on.
+
+  A pure function of the rows, so that a run that was stopped and started again ends where it would have.
+  """
+  best, patience, delta = config['checkpoint']['best'], config['early_stop']['patience'], config['early_stop']['delta']
+  name, sign = best.removeprefix('-'), -1 if best.startswith('-') else 1
+  values = {row['step']: row.get(name) for row in rows if row['split'] == 'eval'}
+  top, at, since = None, 0, 0
+  for step, value in sorted(values.items()):
+    if value is not None and (top is None or sign * (value - top) > delta * abs(top)):
+      top, at, since = value, step, 0
+    else:      # not finite is no improvement
+      since += 1
+  if not patience or since < patience:
+    return ''
+  return (f'the last {since} evaluations did not improve {name} by {delta:.2%}' +
+          ('' if top is None else f' on the {top:.4g} of step {at}'))
+
+
+def run(task: Task, config, workdir: str, which: str, output: str = '') -> Scalars:
+  """--mode=eval: the scores of a checkpoint (latest, best or a step), printed and written to eval_STEP.json.
+
+  It and the pictures lie in the folder `output`, or in the workdir where that is empty: evaluations with other values
+  of the configuration need not replace each other.
+  """
   import json
   import os
   from lab import train
   with train.restored(task, config, workdir, which) as (mesh, step, params, stats):
     scalars, pictures = make(task, config, mesh, Ledger(workdir, writes=False))(params, stats)
   if jax.process_index() == 0:
-    path = os.path.join(workdir, f'eval_{step}.json')
+    folder = output or workdir
+    os.makedirs(folder, exist_ok=True)
+    path = os.path.join(folder, f'eval_{step}.json')
     logs.write_atomically(path, json.dumps(logs.finite({'step': step, **scalars}), indent=2) + '\n')
-    logs.write_pictures(os.path.join(workdir, f'eval_{step}'), pictures)
+    logs.write_pictures(os.path.join(folder, f'eval_{step}'), pictures)
     logs.say(f'step {step}: {summary(scalars)}\nwritten to {path}')
   return scalars

@@ -3,7 +3,7 @@
   metrics.jsonl   one row a logged step or evaluation; a pure function of config, seed and step
   timings.jsonl   speed of the same steps; differs from run to run
   tensorboard/    scalars, pictures, hyper-parameters, the parameter table
-  pictures/       the same pictures as PNG files
+  pictures/       the same pictures as PNG files, films as GIF files
   profile/        traces, where config.profile asks for them
   config.json  environment.json  memory.json  parameters.txt
 A resumed run first cuts all of them back to its checkpoint, so that no step is there twice.
@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import platform
+import struct
 import subprocess
 import sys
 import time
@@ -40,9 +41,12 @@ class Log:
     self.first, self.last, self.began = step, step, time.monotonic()
     self.mark = (accumulate.before(config.optim, step), dict(ledger.seconds))
     self.utilisation = 0.0       # seconds of a micro-batch at the devices' peak; 0: unknown
+    self.before = 0.0            # seconds of the run's earlier processes
     if not self.main:
       return
     cut(workdir, step)
+    self.new = not glob.glob(os.path.join(glob.escape(workdir), 'tensorboard', 'events.*'))
+    self.before = _seconds(workdir)
     from clu import metric_writers
     self.board = metric_writers.SummaryWriter(os.path.join(workdir, 'tensorboard'))
     self.files = {n: open(os.path.join(workdir, n), 'a', encoding='utf-8') for n in ('metrics.jsonl', 'timings.jsonl')}
@@ -63,9 +67,9 @@ class Log:
     write_atomically(os.path.join(self.workdir, 'parameters.txt'), table + '\n')
     log.info('%s parameters; table in %s', f'{parameter_overview.count_parameters(params):,}',
              os.path.join(self.workdir, 'parameters.txt'))
-    if self.first == 0:
+    if self.new:
       self._board('write_hparams', {k: str(v) if isinstance(v, tuple) else v for k, v in flatten(self.config).items()})
-      self._board('write_texts', 0, {'parameters': '```\n' + table + '\n```'})
+      self._board('write_texts', self.first, {'parameters': '```\n' + table + '\n```'})
 
   def row(self, step: int, split: str, scalars: Mapping[str, float]) -> None:
     """Adds a row to metrics.jsonl and TensorBoard. Values that are not finite are written as null."""
@@ -85,7 +89,7 @@ class Log:
     seconds, total, passed = max(now['step'] - then['step'] + waited, 1e-9), self.config.total_steps, self._passed()
     speed = {'items_per_s': (micro - done) * self.config.input.batch_size / seconds,
              'step_ms': 1e3 * seconds / max(step - self.last, 1), 'data_wait_share': waited / seconds,
-             'seconds': passed}
+             'seconds': self.before + passed}
     if self.utilisation:
       speed['mfu'] = (micro - done) * self.utilisation / seconds
     if self.main:
@@ -102,14 +106,20 @@ class Log:
     return time.monotonic() - self.began
 
   def pictures(self, step: int, images: Mapping[str, np.ndarray]) -> None:
-    """Writes u8[H, W, 3] images to TensorBoard and as PNG files."""
+    """Writes images u8[H, W, 3] and films u8[T, H, W, 3] to TensorBoard and as PNG and GIF files."""
     if not self.main or not images:
       return
     try:
       write_pictures(os.path.join(self.workdir, 'pictures'), images, f'{step:07d}_')
     except OSError as e:
       log.warning('pictures of step %d were not written: %s', step, e)
-    self._board('write_images', step, {name: image[None] for name, image in images.items()})
+    self._board('write_images', step, {name: image[None] for name, image in images.items() if image.ndim == 3})
+    films = {name: image for name, image in images.items() if image.ndim == 4}
+    if films:     # CLU can't write films, but TensorBoard shows a GIF where it expects an image
+      from tensorboard.plugins.image import metadata
+      self._board('write_summaries', step, {
+          name: [str(film.shape[2]).encode(), str(film.shape[1]).encode(), gif(film)] for name, film in films.items()},
+                  {name: metadata.create_summary_metadata('', '') for name in films})
 
   def flush(self) -> None:
     """Everything logged so far is on disk when this returns; a checkpoint is only written after it."""
@@ -151,9 +161,9 @@ class Profile:
       self._try('start_trace', self.folder)
       self.on = True
     elif step == self.last:
-      self.stop()
+      self.close()
 
-  def stop(self) -> None:
+  def close(self) -> None:
     """Ends the trace, where one is on."""
     if self.on:
       self.on = False
@@ -232,11 +242,30 @@ def write_atomically(path: str, text: str) -> None:
 
 
 def write_pictures(folder: str, images: Mapping[str, np.ndarray], prefix: str = '') -> None:
-  """Writes u8[H, W, 3] images as folder/<prefix><name>.png."""
+  """Writes images u8[H, W, 3] as folder/<prefix><name>.png and films u8[T, H, W, 3] as .gif."""
   from PIL import Image
   os.makedirs(folder, exist_ok=True)
   for name, image in images.items():
-    Image.fromarray(image).save(os.path.join(folder, f'{prefix}{name}.png'))
+    path = os.path.join(folder, f'{prefix}{name}.{"png" if image.ndim == 3 else "gif"}')
+    if image.ndim == 3:
+      Image.fromarray(image).save(path)
+    else:
+      with open(path, 'wb') as f:
+        f.write(gif(image))
+
+
+def gif(film: np.ndarray) -> bytes:
+  """A film u8[T, H, W, 3] as a GIF of T frames, 8 a second, that plays for ever.
+
+  Frame by frame, each with a palette of its own: Pillow's writer of films drops a frame that equals the one before.
+  """
+  from PIL import GifImagePlugin, Image
+  size = struct.pack('<HH', film.shape[2], film.shape[1])
+  parts = [b'GIF89a', size, b'\0\0\0', b'!\xff\x0bNETSCAPE2.0\x03\x01\0\0\0']     # no palette for all; no last round
+  for i, frame in enumerate(film):
+    parts += GifImagePlugin.getdata(      # a GIF counts in 10 ms: 120 and 130 in turn are 125 on average
+        Image.fromarray(frame).quantize(), duration=120 + 10 * (i % 2), disposal=2, include_color_table=True)
+  return b''.join([*parts, b';'])
 
 
 def rows(workdir: str) -> list[dict[str, Any]]:
@@ -248,6 +277,16 @@ def rows(workdir: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in f if line.endswith('\n')]
 
 
+def _seconds(workdir) -> float:
+  """The seconds in the last row of timings.jsonl, from which a next process counts on."""
+  path, last = os.path.join(workdir, 'timings.jsonl'), 0.0
+  if os.path.exists(path):
+    with open(path, encoding='utf-8') as f:
+      for line in f:
+        last = json.loads(line).get('seconds') or last
+  return last
+
+
 def cut(workdir: str, step: int) -> None:
   """Removes what a run logged after `step`, before it logs those steps again."""
   for name in ('metrics.jsonl', 'timings.jsonl'):
@@ -256,9 +295,9 @@ def cut(workdir: str, step: int) -> None:
       with open(path, encoding='utf-8') as f:
         kept = [line for line in f if _step_of(line) <= step]
       write_atomically(path, ''.join(kept))
-  for path in glob.glob(os.path.join(glob.escape(workdir), 'pictures', '*.png')):
+  for path in glob.glob(os.path.join(glob.escape(workdir), 'pictures', '*.*')):
     number = os.path.basename(path).split('_')[0]
-    if number.isdigit() and int(number) > step:
+    if path.endswith(('.png', '.gif')) and number.isdigit() and int(number) > step:
       os.remove(path)
   for path in sorted(glob.glob(os.path.join(glob.escape(workdir), 'tensorboard', 'events.*'))):
     _cut_events(path, step)

@@ -23,7 +23,8 @@ flags.DEFINE_string('workdir', '', 'folder of the run: checkpoints, logs, pictur
 flags.DEFINE_enum('mode', 'train', ['train', 'eval', 'predict', 'lr_find', 'inspect', 'page'], 'what to do')
 flags.DEFINE_string('step', 'latest', 'eval, predict and inspect: latest, best or the number of a checkpoint')
 flags.DEFINE_string('input', '', 'predict: a file, a folder or a camera number')
-flags.DEFINE_string('output', '', 'predict: folder for the results, WORKDIR/predictions if empty; inspect: a JSON file')
+flags.DEFINE_string('output', '', 'folder for the results; if empty, predict: WORKDIR/predictions, eval: WORKDIR; '
+                    'inspect: a JSON file')
 flags.DEFINE_bool('distributed', False, 'find the other processes as the platform tells (Cloud TPU, Slurm, ...)')
 
 
@@ -99,7 +100,7 @@ def _run(task, config) -> int:
     mesh.listen(alone=not (FLAGS.distributed or 'JAX_COORDINATOR_ADDRESS' in os.environ))
   mesh.start(config.platform, FLAGS.distributed)
   if FLAGS.mode == 'eval':
-    evaluate.run(task, config, FLAGS.workdir, FLAGS.step)
+    evaluate.run(task, config, FLAGS.workdir, FLAGS.step, FLAGS.output)
   elif FLAGS.mode == 'predict':
     predict.run(task, config, FLAGS.workdir, FLAGS.step, FLAGS.input,
                 FLAGS.output or os.path.join(FLAGS.workdir, 'predictions'))

@@ -9,6 +9,9 @@ import jax
 from data_pipelines import TooLarge
 from data_pipelines.pipeline import available_bytes
 
+# version 2, then version 1: folder, limit, what is used, how memory.stat marks the sums over the groups below
+CGROUPS = (('/sys/fs/cgroup', 'memory.max', 'memory.current', ''),
+           ('/sys/fs/cgroup/memory', 'memory.limit_in_bytes', 'memory.usage_in_bytes', 'total_'))
 ADVICE = {
     'activations': 'a smaller config.input.batch_size with config.optim.accumulate for the rest of the batch, '
                    'recomputation (config.model.remat=True where a model has it), or more devices on config.mesh.data',
@@ -23,13 +26,14 @@ class Need(NamedTuple):
   optimizer: int         # moments and averaged weights
   batch: int
   activations: int       # and gradients and whatever else a step holds for a while
-  free: int
+  free: int | None       # None: nobody knows
   in_use: int
 
   def text(self) -> str:
     """One line for people."""
     parts = ', '.join(f'{k} {size(v)}' for k, v in self._asdict().items() if k not in ('free', 'in_use'))
-    return f'memory a device: {parts}; {size(self.in_use)} in use, {size(self.free)} free'
+    return f'memory a device: {parts}' + (
+        '' if self.free is None else f'; {size(self.in_use)} in use, {size(self.free)} free')
 
 
 def size(n: float) -> str:
@@ -50,12 +54,17 @@ def _shard(x) -> int:
   return math.prod(shape) * x.dtype.itemsize
 
 
-def free() -> tuple[int, int]:
-  """(free, in use) bytes of each of this process's devices. Fake devices of a CPU share what the machine has left."""
+def free() -> tuple[int | None, int]:
+  """(free, in use) bytes of each of this process's devices. Fake devices of a CPU share what the machine has left.
+
+  (None, 0) for an accelerator that keeps no statistics: the memory of its host says nothing about its own.
+  """
   device = jax.local_devices()[0]
   stats = device.memory_stats() or {}
   if 'bytes_limit' in stats:
     return stats['bytes_limit'] - stats['bytes_in_use'], stats['bytes_in_use']
+  if device.platform != 'cpu':
+    return None, 0
   left, used = available_bytes(), 0
   with open('/proc/self/statm', encoding='ascii') as f:
     virtual, resident = (int(n) * os.sysconf('SC_PAGE_SIZE') for n in f.read().split()[:2])
@@ -68,20 +77,28 @@ def free() -> tuple[int, int]:
 
 
 def _container() -> int:
-  """What the container's own limit leaves, in bytes."""
-  try:
-    with open('/sys/fs/cgroup/memory.max', encoding='ascii') as f, \
-         open('/sys/fs/cgroup/memory.current', encoding='ascii') as g:
-      limit, used = f.read().strip(), int(g.read())
-    return (1 << 62) if limit == 'max' else int(limit) - used
-  except OSError:
-    return 1 << 62
+  """What the container's own limit leaves, in bytes; files that it keeps in memory can go, and count as free."""
+  left = 1 << 62
+  for folder, limit, used, mark in CGROUPS:
+    try:
+      limit, used, kept = (_read(os.path.join(folder, name)) for name in (limit, used, 'memory.stat'))
+      kept = dict(line.split() for line in kept.splitlines())
+      files = sum(int(kept.get(f'{mark}{kind}_file', 0)) for kind in ('inactive', 'active'))
+      left = left if limit == 'max' else min(left, int(limit) - int(used) + files)
+    except OSError:
+      continue
+  return left
+
+
+def _read(path):
+  with open(path, encoding='ascii') as f:
+    return f.read().strip()
 
 
 def check_state(like: Any) -> None:
   """Raises TooLarge where parameters and moments alone don't fit; before any of them is made."""
   state, (left, _) = on_device(like), free()
-  if state > left:
+  if left is not None and state > left:
     raise TooLarge(f'parameters and optimizer need {size(state)} on each device, {size(left)} are free. What helps: '
                    f'{ADVICE["state"]}')
 
@@ -96,7 +113,7 @@ def check_step(compiled: Any, state: Any, batch: Mapping[str, Any]) -> Need:
   need = Need(parameters=on_device(state.params), optimizer=on_device(state.opt), batch=on_device(batch),
               activations=int(found.temp_size_in_bytes), free=left, in_use=used)
   extra = need.activations + max(found.output_size_in_bytes - found.alias_size_in_bytes, 0)
-  if extra > left:
+  if left is not None and extra > left:
     worst = 'activations' if need.activations > need.parameters + need.optimizer else 'state'
     raise TooLarge(f'a step does not fit: it needs {size(extra)} more on each device. {need.text()}. What helps: '
                    f'{ADVICE[worst]}')

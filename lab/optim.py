@@ -1,8 +1,8 @@
 """The optimizer: what a gradient becomes, from clipping to the averaged weights, in one place.
 
 The order of an update: frozen parameters leave; clip by norm, then by value; OrthoGrad; l2 decay; the optimizer's own
-scaling; clip the update; decoupled decay; times the rate and the group's factor. An update with a loss, gradient or
-change that is not finite is skipped and counted. optax's own transformations wherever it has them.
+scaling; clip the update; decoupled decay; times the rate and the group's factor; clip the step. An update with a loss,
+gradient or change that is not finite is skipped and counted. optax's own transformations wherever it has them.
 """
 
 import re
@@ -105,7 +105,7 @@ def check(config) -> None:
     _expect(where + 'eps', section.eps, section.eps == -1 or section.eps > 0, 'more than 0, or -1')
   for key in ('learning_rate', 'factor', 'factor_steps', 'noam_width', 'accumulate'):
     _expect(key, o[key], o[key] > 0, 'more than 0')
-  for key in ('decay', 'clip', 'clip_value', 'clip_update', 'max_nonfinite', 'end_rate', 'schedule_steps',
+  for key in ('decay', 'clip', 'clip_value', 'clip_update', 'clip_step', 'max_nonfinite', 'end_rate', 'schedule_steps',
               'continuation_steps', 'accumulate_from'):
     _expect(key, o[key], o[key] >= 0, '0 or more')
   last = o.schedule_steps or config.total_steps
@@ -123,11 +123,11 @@ def check(config) -> None:
     _expect('rates', o.rates, isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str)
             and isinstance(pair[1], (int, float)) and pair[1] >= 0, '((regex, factor), ...)')
     _regex('rates', pair[0])
-  _unread(o)
+  _unread(o, config.continue_from)
 
 
-def _unread(o):
-  """Refuses a key that was set although the chosen optimizer or schedule does not look at it."""
+def _unread(o, continues):
+  """Refuses a key that was set although the chosen optimizer, schedule or kind of run does not look at it."""
   default, second = core().optim, _has_second(o)
   nesterov = o.name == 'momentum' or o.name == 'rmsprop' and o.beta1 > 0
   reads = {*KINDS[o.name].own, *SCHEDULES[o.schedule], *(('nesterov',) if nesterov else ()),
@@ -135,6 +135,10 @@ def _unread(o):
   for key in ('beta1', 'beta2', 'eps', 'nesterov', *{k for keys in SCHEDULES.values() for k in keys}):
     _expect(key, o[key], key in reads or o[key] == default[key],
             f'{default[key]!r}, for {o.name} with {o.schedule} does not read it')
+  for key in ('continuation', 'continuation_steps', 'keep_moments'):
+    _expect(key, o[key], continues or o[key] == default[key], f'{default[key]!r}, for continue_from is not set')
+  for key in ('decay_not', 'decay_kind'):
+    _expect(key, o[key], o.decay or o[key] == default[key], f'{default[key]!r}, for decay is 0')
   for key in ('name', 'beta1', 'beta2', 'eps'):
     read = second and (key == 'name' or key in KINDS[o.second.name].own)
     _expect(f'second.{key}', o.second[key], read or o.second[key] == default.second[key],
@@ -175,6 +179,9 @@ def make(o, total_steps: int, rate: Callable[[Step, Joint], jax.Array] | None = 
     updates = _by_path(lambda p, u: -now * _factor(o, p) * u, updates)
     change = optax.tree.norm(updates)      # a finite gradient can still be scaled to an infinite update
     ok = jnp.isfinite(loss) & jnp.isfinite(norm) & jnp.isfinite(change)
+    if o.clip_step:      # after the test: a clipped infinity is finite
+      updates = jax.tree.map(lambda u: jnp.clip(u, -o.clip_step, o.clip_step), updates)
+      change = optax.tree.norm(updates)
     moved = optax.apply_updates(params, updates)
     ema = jax.tree.map(lambda e, p: o.ema * e + (1 - o.ema) * p, opt.ema, moved) if o.ema else {}
     skipped = jnp.where(ok, opt.skipped * jnp.array([0, 1]), opt.skipped + 1)

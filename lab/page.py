@@ -14,12 +14,11 @@ import stat
 import time
 from typing import Any, Callable, Mapping, NamedTuple
 
-from lab import config as configs, logs, plot
+from lab import config as configs, evaluate, logs, plot
 from lab.page_style import CSS
 from lab.task import ConfigError
 
 PICTURES, PICTURE_BYTES = 8, 4 << 20          # at most this many, each at most so large
-PNG = b'\x89PNG\r\n\x1a\n'
 BUCKETS = {'step': ('#0b7a75', 'useful steps'), 'start': ('#8d99a6', 'start'), 'compile': ('#6f5aa8', 'compilation'),
            'restore': ('#4d7fb8', 'restoring'), 'wait': ('#d9822b', 'waiting for data'),
            'evaluate': ('#3aa0c9', 'evaluation'), 'save': ('#b6a021', 'saving'),
@@ -165,6 +164,14 @@ def _best(run):
   return best.removeprefix('-'), not best.startswith('-')
 
 
+def _early(run):
+  """Why the run ended before its last step; '' where it did not."""
+  try:
+    return evaluate.stalled(run.config, run.rows) if run.checkpoints and _step(run) < _total(run) else ''
+  except (KeyError, TypeError, AttributeError):      # of an older program, or broken
+    return ''
+
+
 def _last(run, split):
   return next((row for row in reversed(run.rows) if row['split'] == split), {})
 
@@ -174,7 +181,8 @@ def _last(run, split):
 
 def _state(run):
   step, total = _step(run), _total(run)
-  done = total and step >= total
+  done, early = total and step >= total, _early(run)
+  done = done or bool(early)
   line = (f'finished {number(step)} of {number(total)} steps' if done else
           f'not finished: step {number(step)}{f" of {number(total)}" if total else ""}')
   task = run.config.get('task') or 'unknown, for config.json is missing'
@@ -185,7 +193,9 @@ def _state(run):
 def _warnings(run):
   found = list(run.faults)
   step, total = _step(run), _total(run)
-  if total and step < total:
+  if _early(run):
+    found.append(f'The run stopped early: {_early(run)}.')
+  elif total and step < total:
     ahead = max((row['step'] for row in run.rows), default=0)
     found.append(f'The run has not reached its last step: it would go on from step {step:,}'
                  f'{f", though it was seen at step {ahead:,}" if ahead > step else ""}.')
@@ -243,7 +253,7 @@ def _pictures(run):
   """The newest evaluation's pictures, each beside the first one of the same name."""
   folder, steps = os.path.join(run.workdir, 'pictures'), {}
   for file in sorted(os.listdir(folder)) if os.path.isdir(folder) and not os.path.islink(folder) else ():
-    if m := re.fullmatch(r'(\d{1,18})_(.+)\.png', file, re.DOTALL):
+    if m := re.fullmatch(r'(\d{1,18})_(.+)\.(?:png|gif)', file, re.DOTALL):
       steps.setdefault(m[2], {})[int(m[1])] = file
   newest = max((step for one in steps.values() for step in one), default=0)
   names = [name for name in steps if newest in steps[name]]
@@ -251,9 +261,10 @@ def _pictures(run):
   for name in names[:PICTURES]:
     cells = ''
     for step in dict.fromkeys((min(steps[name]), newest)):
-      data, count = _png(os.path.join(folder, steps[name][step])), count + 1
-      image = (f'<a href="#picture{count}"><img src="data:image/png;base64,{base64.b64encode(data).decode()}" '
-               f'alt="{text(name)} at step {step}"></a>' if data else missing('no complete PNG, or too large'))
+      data, count, kind = _picture(os.path.join(folder, steps[name][step])), count + 1, steps[name][step][-3:]
+      image = (f'<a href="#picture{count}"><img src="data:image/{kind};base64,{base64.b64encode(data).decode()}" '
+               f'alt="{text(name)} at step {step}"></a>' if data else
+               missing(f'no complete {kind.upper()}, or too large'))
       cells += (f'<div id="picture{count}">{image}<span>step {number(step)}</span>'
                 '<a class="close" href="#pictures">close</a></div>')
     shown += f'<div><span class="name">{text(name)}</span><div class="pair">{cells}</div></div>'
@@ -264,8 +275,8 @@ def _pictures(run):
   return f'<p class="soft">{first}A click enlarges.{more}</p><div class="pictures">{shown}</div>'
 
 
-def _png(path):
-  """The bytes of a whole PNG file; b'' for a link, what is no PNG, is cut off, or is too large."""
+def _picture(path):
+  """The bytes of a whole PNG or GIF file, as it is named; b'' for a link, what is none, is cut off, or is too large."""
   try:
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), 'rb') as f:
       if not stat.S_ISREG(os.fstat(f.fileno()).st_mode) or os.fstat(f.fileno()).st_size > PICTURE_BYTES:
@@ -273,7 +284,9 @@ def _png(path):
       data = f.read()
   except OSError:
     return b''
-  return data if data.startswith(PNG) and data[12:16] == b'IHDR' and data[-8:-4] == b'IEND' else b''
+  png = data.startswith(b'\x89PNG\r\n\x1a\n') and data[12:16] == b'IHDR' and data[-8:-4] == b'IEND'
+  gif = data.startswith((b'GIF87a', b'GIF89a')) and data.endswith(b';')
+  return data if (png if path.endswith('.png') else gif) else b''
 
 
 def _goodput(run):

@@ -1,8 +1,9 @@
 """Curves of runs, from their logs: python -m lab.plot RUN [RUN ...] [--metrics=train/loss,eval/AP] [--smooth=0.9] ...
 
 A RUN is a workdir, or a folder whose subfolders are. A metric is SPLIT/NAME: split train, eval (of the averaged
-weights where these are kept), eval_raw (of the raw ones beside them), or speed, which is timings.jsonl. Matplotlib's
-door; figures are drawn without a display and without pyplot's global state.
+weights where these are kept), eval_raw (of the raw ones beside them), or speed, which is timings.jsonl. With PLAN.toml
+in place of runs it draws the pictures of a plan; lab/plot_plan.py has its form. Matplotlib's door; figures are drawn
+without a display and without pyplot's global state.
 
 Exit codes: 0 written; 2 a run, a metric or an option that is not there.
 """
@@ -17,7 +18,7 @@ import math
 import os
 import re
 import sys
-from typing import Any, Mapping, Sequence
+from typing import Any, Mapping, NamedTuple, Sequence
 
 import numpy as np
 
@@ -38,6 +39,14 @@ X_AXES = {'step': 'step (updates)', 'examples_seen': 'examples seen', 'hours': '
 NAMES = {**X_AXES, 'learning_rate': 'learning rate (per update)', 'mfu': 'MFU (share of peak)',
          'items_per_s': 'speed (items/s)', 'seconds': 'time (s)'}
 SPLITS = ('train', 'eval', 'eval_raw', 'speed')
+
+
+class Panel(NamedTuple):
+  """One axes of a picture. Curves (name, x, y) of equal name, such as those of several seeds, share a colour."""
+  title: str
+  y_label: str
+  curves: Sequence[tuple[str, np.ndarray, np.ndarray]]
+  baselines: Sequence[tuple[float, str]] = ()          # dashed: value, label
 
 
 def axis(name: str) -> str:
@@ -120,10 +129,10 @@ def _places(table, x):
 
 
 def hours(timings: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-  """step -> hours that the processes of a run took up to it; `seconds` starts at 0 again in each process."""
+  """step -> hours that the processes of a run took up to it. Where `seconds` does not grow, it began at 0 again."""
   out, before, last = {}, 0.0, 0.0
   for row in timings:
-    if row['seconds'] < last:
+    if row['seconds'] <= last:
       before += last
     last = row['seconds']
     out[row['step']] = (before + last) / 3600
@@ -172,7 +181,6 @@ def curves(runs: Mapping[str, str], metrics: Sequence[str] = (), *, smooth: floa
   runs: label -> workdir. metrics: names or globs; those of `usual` if empty. smooth: decay of the moving average.
   baselines: (metric, value, label) of dashed lines. Raises ConfigError for a run or a metric that isn't there.
   """
-  from matplotlib import lines as artists, rc_context
   found = {label: series(rows(workdir), x) for label, workdir in runs.items()}
   there = list(dict.fromkeys(m for f in found.values() for m in f))
   for label, one in found.items():
@@ -180,22 +188,49 @@ def curves(runs: Mapping[str, str], metrics: Sequence[str] = (), *, smooth: floa
       raise ConfigError(f'{runs[label]}: its metrics.jsonl holds no numbers yet')
   names = chosen(metrics or dict.fromkeys(m for w in runs.values() for m in usual(w, there)), there) or there[:6]
   dashed = [(m, value, text) for pattern, value, text in baselines for m in chosen([pattern], names)]
-  columns = 2 if len(names) == 4 else min(len(names), 3)
+  return grid([Panel(metric, axis(metric.partition('/')[2]),
+                     [(label, *one[metric]) for label, one in found.items() if metric in one],
+                     [(value, text) for m, value, text in dashed if m == metric]) for metric in names],
+              x=x, smooth=smooth, log=log, names=list(runs))
+
+
+def grid(panels: Sequence[Panel], *, x: str = 'step', smooth: float = 0.0, log: bool = False, title: str = '',
+         names: Sequence[str] = ()):
+  """A Figure with an axes a panel; a panel without curves says that there is no run yet.
+
+  names: of all curves, in the order of their colours; as they come if empty. One legend stands for all panels that
+  have the same names, or where `names` are given; else each has its own.
+  """
+  from matplotlib import lines as artists, rc_context
+  each = [list(dict.fromkeys(name for name, _, _ in p.curves)) for p in panels]
+  shared = bool(names) or len({frozenset(e) for e in each if e}) == 1
+  names = list(names) or list(dict.fromkeys(name for e in each for name in e))
+  columns = 2 if len(panels) == 4 else min(len(panels), 3)
   with rc_context(LOOK):
-    figure, axes = _grid(columns, -(-len(names) // columns))
-    for metric, ax in zip(names, axes):
-      for i, one in enumerate(found.values()):
-        if metric in one:
-          _draw(ax, *one[metric], i, smooth)
-      ax.set(title=_plain(metric), xlabel=axis(x), ylabel=_plain(axis(metric.partition('/')[2])))
+    figure, axes = _grid(columns, -(-len(panels) // columns))
+    handle = lambda name: artists.Line2D([], [], **_style(names.index(name)))
+    for panel, mine, ax in zip(panels, each, axes):
+      many = len(mine) < len(panel.curves)
+      for name, xs, ys in panel.curves:
+        _draw(ax, xs, ys, names.index(name), smooth, thin=many)
+      ax.set(title=_plain(panel.title), xlabel=axis(x), ylabel=_plain(panel.y_label))
       _scale(ax, log)
-      for i, (_, value, text) in enumerate(b for b in dashed if b[0] == metric):
+      for i, (value, text) in enumerate(panel.baselines if mine else ()):
         _dashed(ax, value, text, i)
-    for ax in axes[len(names):]:
+      if not mine:
+        ax.set(xticks=[], yticks=[])
+        ax.text(0.5, 0.5, 'no run yet', transform=ax.transAxes, ha='center', color='#5b636c')
+      elif not shared:
+        _legend(lambda *a, ax=ax: ax.legend(*a, loc='best', fontsize=8), [handle(n) for n in mine], mine)
+    for ax in axes[len(panels):]:
       ax.remove()
-    handles = [artists.Line2D([], [], **_style(i)) for i in range(len(runs))]
-    _legend(lambda *a: figure.legend(*a, loc='outside upper left',
-                                     ncols=max(1, 34 * columns // (max(map(len, runs)) + 8))), handles, runs)
+    if shared:            # its title is the picture's: two things above the panels would lie on each other
+      look = {'title': _plain(title), 'title_fontproperties': {'weight': 'bold', 'size': 12}} if title else {}
+      _legend(lambda *a: figure.legend(*a, loc='outside upper left', alignment='left', **look,
+                                       ncols=max(1, 34 * columns // (max(map(len, names)) + 8))),
+              [handle(n) for n in names], names)
+    elif title:
+      figure.suptitle(_plain(title), x=0.01, ha='left', fontweight='bold', fontsize=12)
   return figure
 
 
@@ -236,14 +271,15 @@ def _style(i):
   return {'color': COLOURS[i % len(COLOURS)], 'linestyle': DASHES[i // len(COLOURS) % len(DASHES)]}
 
 
-def _draw(ax, xs, ys, i, smooth):
+def _draw(ax, xs, ys, i, smooth, thin=False):
   """One curve; few points, and those between two gaps, which no line would show, get a dot."""
   if smooth:
     ax.plot(xs, ys, alpha=0.25, linewidth=1, **_style(i))
     ys = smoothed(ys, smooth)
   gap = np.isnan(np.concatenate([[math.nan], ys, [math.nan]]))
   dots = np.flatnonzero(gap[:-2] & gap[2:]) if len(ys) > 30 else np.arange(len(ys))
-  return ax.plot(xs, ys, linewidth=1.6, marker='o', markersize=3, markevery=dots.tolist(), **_style(i))[0]
+  size, width = (2, 0.8) if thin else (3, 1.6)
+  return ax.plot(xs, ys, linewidth=width, marker='o', markersize=size, markevery=dots.tolist(), **_style(i))[0]
 
 
 def _scale(ax, log):
@@ -299,7 +335,9 @@ def _bytes(figure, ending):
   return out.getvalue()
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+  """One whose errors are the caller's to tell."""
+
   def error(self, message):
     raise ConfigError(message)
 
@@ -313,7 +351,8 @@ def _decay(text):
   raise argparse.ArgumentTypeError(f'{text!r} is not a number in [0, 1)')
 
 
-def _baseline(text):
+def baseline(text: str) -> tuple[str, float, str]:
+  """'eval/AP:0.65:paper' -> ('eval/AP', 0.65, 'paper'); the label may be missing."""
   try:
     metric, value, *label = text.split(':', 2)
     return metric, float(value), ''.join(label)
@@ -322,11 +361,12 @@ def _baseline(text):
 
 
 def _arguments(argv):
-  parser = _Parser(prog='python -m lab.plot', allow_abbrev=False, description='Curves of runs, from their logs.')
-  parser.add_argument('runs', nargs='+', metavar='RUN', help='a workdir, or a folder of workdirs')
+  parser = Parser(prog='python -m lab.plot', allow_abbrev=False, description='Curves of runs, from their logs.')
+  parser.add_argument('runs', nargs='+', metavar='RUN',
+                      help='a workdir, or a folder of workdirs; PLAN.toml instead has options of its own')
   parser.add_argument('--metrics', default='', help='comma-separated names or globs, such as train/loss,eval/* or AP')
   parser.add_argument('--smooth', type=_decay, default=0.0, help='decay of the moving average, in [0, 1)')
-  parser.add_argument('--baseline', type=_baseline, action='append', default=[], metavar='METRIC:VALUE[:LABEL]',
+  parser.add_argument('--baseline', type=baseline, action='append', default=[], metavar='METRIC:VALUE[:LABEL]',
                       help='a dashed line; may be given several times')
   parser.add_argument('--x', choices=X_AXES, default='step', help='what the curves run over')
   parser.add_argument('--log', action='store_true', help='logarithmic y axes')
@@ -337,10 +377,14 @@ def _arguments(argv):
 def main(argv: list[str]) -> int:
   """Draws what argv (after the program's name) asks for and returns the exit code."""
   try:
-    flags = _arguments(argv)
-    figure = curves(labels(workdirs(flags.runs)), [m for m in flags.metrics.split(',') if m], smooth=flags.smooth,
-                    baselines=flags.baseline, x=flags.x, log=flags.log)
-    written = save(figure, re.sub(r'\.(svg|png)$', '', flags.output))
+    if any(word.endswith('.toml') and not word.startswith('-') for word in argv[1:]):
+      from lab import plot_plan
+      written = plot_plan.run(argv)
+    else:
+      flags = _arguments(argv)
+      figure = curves(labels(workdirs(flags.runs)), [m for m in flags.metrics.split(',') if m], smooth=flags.smooth,
+                      baselines=flags.baseline, x=flags.x, log=flags.log)
+      written = save(figure, re.sub(r'\.(svg|png)$', '', flags.output))
   except (ConfigError, OSError) as e:
     print(f'error: {e}', file=sys.stderr)
     return 2

@@ -16,9 +16,12 @@ from lab.task import ConfigError
 NAME_BYTES = 200             # file systems take 255
 # key of the file -> an example, which has its type
 KEYS = {'config': 'configs/pose.py', 'workdir': 'runs/sweep', 'metric': 'AP', 'kind': 'grid', 'seeds': [0, 1],
-        'samples': 10, 'draw_seed': 0, 'fixed': {'total_steps': 100}, 'values': {'optim.learning_rate': [0.001, 0.003]}}
-DEFAULTS = {'workdir': '', 'kind': 'grid', 'seeds': [0], 'samples': 0, 'draw_seed': 0, 'fixed': {}}
-TYPES = {str: 'a string', int: 'a whole number', list: 'a list', dict: 'a table'}
+        'samples': 10, 'draw_seed': 0, 'fixed': {'total_steps': 100}, 'values': {'optim.learning_rate': [0.001, 0.003]},
+        'points': [{'optim.name': 'lion', 'optim.decay': 0.1}]}
+DEFAULTS = {'workdir': '', 'kind': 'grid', 'seeds': [0], 'samples': 0, 'draw_seed': 0, 'fixed': {}, 'values': {}}
+ONLY = {'samples': ('random',), 'draw_seed': ('random',), 'points': ('list',), 'values': ('grid', 'random')}
+TYPES = {str: 'a string', int: 'a whole number', float: 'a number', bool: 'true or false', list: 'a list',
+         dict: 'a table'}
 
 
 class Run(NamedTuple):
@@ -38,6 +41,10 @@ class Sweep(NamedTuple):
   seeds: list[int]
   fixed: dict[str, Any]
   points: list[dict[str, Any]]
+
+  def recipe(self, run: Run) -> str:
+    """The recipe of a run: the sweep's, with the variant of the point where it names one."""
+    return f'{self.config.partition(":")[0]}:{run.values["variant"]}' if 'variant' in run.values else self.config
 
   def runs(self) -> list[Run]:
     """Every point with every seed, in the order in which they are run."""
@@ -83,17 +90,19 @@ def parse(folder: str) -> dict[str, Any]:
 
 def read(path: str, workdir: str = '') -> Sweep:
   """Reads a sweep file and draws its points. Raises ConfigError, naming the nearest key."""
-  given = _load(path)
+  given = load(path)
+  expect(path, given, KEYS)
   data = {**DEFAULTS, **given, **({'workdir': workdir} if workdir else {})}
-  for key in ('config', 'metric', 'workdir', 'seeds', 'values'):
+  kind = data['kind']
+  if kind not in ('grid', 'random', 'list'):
+    raise ConfigError(f'{path}: kind = {kind!r}: expected "grid", "random" or "list"')
+  for key, kinds in ONLY.items():
+    if key in given and kind not in kinds:
+      raise ConfigError(f'{path}: {key} is only for kind = {" or ".join(map(json.dumps, kinds))}')
+  for key in ('config', 'metric', 'workdir', 'seeds', 'points' if kind == 'list' else 'values'):
     if not data.get(key) or data[key] == '-':
       raise ConfigError(f'{path}: {key} is missing or empty; such as {key} = {json.dumps(KEYS[key])}')
-  if data['kind'] not in ('grid', 'random'):
-    raise ConfigError(f'{path}: kind = {data["kind"]!r}: expected "grid" or "random"')
-  random = data['kind'] == 'random'
-  for key in ('samples', 'draw_seed'):
-    if key in given and not random:
-      raise ConfigError(f'{path}: {key} is only for kind = "random"')
+  random = kind == 'random'
   if random and data['samples'] < 1 or data['draw_seed'] < 0:
     raise ConfigError(f'{path}: samples = {data["samples"]}, draw_seed = {data["draw_seed"]}: kind = "random" needs at '
                       'least one sample and no negative seed')
@@ -109,28 +118,34 @@ def read(path: str, workdir: str = '') -> Sweep:
       raise ConfigError(f'{path}: values.seed: the seed is set by seeds')
     _check_values(f'{path}: values.{key}', value, random)
   points = (_draw(path, values, data['samples'], data['draw_seed']) if random else
+            _listed(path, data['points'], fixed) if kind == 'list' else
             [dict(zip(values, point)) for point in itertools.product(*values.values())])
   metric = data['metric']
   return Sweep(data['config'], data['workdir'], metric.removeprefix('-'), metric.startswith('-'), data['seeds'], fixed,
                points)
 
 
-def _load(path):
+def load(path: str) -> dict[str, Any]:
+  """What a TOML file holds. Raises ConfigError, naming the nearest file."""
   if not os.path.isfile(path):
     folder = os.path.dirname(path) or '.'
     there = os.listdir(folder) if os.path.isdir(folder) else []
     raise ConfigError(f'{path}: no such file{near(os.path.basename(path), there)}')
   try:
     with open(path, 'rb') as f:
-      data = tomllib.load(f)
+      return tomllib.load(f)
   except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
     raise ConfigError(f'{path}: not TOML: {e}') from None
-  for key, value in data.items():
-    if key not in KEYS:
-      raise ConfigError(f'{path}: unknown key {key!r}{near(key, KEYS)}')
-    if type(value) is not type(KEYS[key]):
-      raise ConfigError(f'{path}: {key} = {value!r}: expected {TYPES[type(KEYS[key])]}, such as {KEYS[key]!r}')
-  return data
+
+
+def expect(where: str, table: dict[str, Any], keys: dict[str, Any]) -> None:
+  """Raises ConfigError, naming the nearest key, unless every key of a table is in `keys`, with its example's type."""
+  for key, value in table.items():
+    if key not in keys:
+      raise ConfigError(f'{where}: unknown key {key!r}{near(key, keys)}')
+    kind = type(keys[key])
+    if type(value) is not kind and not (kind is float and type(value) is int):
+      raise ConfigError(f'{where}: {key} = {value!r}: expected {TYPES[kind]}, such as {keys[key]!r}')
 
 
 def near(key: str, keys: Iterable[str]) -> str:
@@ -173,6 +188,25 @@ def _check_values(where, value, random):
     raise ConfigError(f'{where}: low = {low!r}, high = {high!r}: expected two numbers, low < high')
   if scale not in ('linear', 'log') or scale == 'log' and low <= 0:
     raise ConfigError(f'{where}: scale = {scale!r}: expected "linear", or "log" with low > 0')
+
+
+def _listed(path, tables, fixed):
+  """The points that a file writes out; they need not set the same keys."""
+  points, seen = [], {}
+  for i, table in enumerate(tables, 1):
+    where = f'{path}: points, number {i}'
+    if not isinstance(table, dict) or not table:
+      raise ConfigError(f'{where}: {table!r}: expected a table with at least one key')
+    point = _flat(where, table, False)
+    for key, value in point.items():
+      if key == 'seed' or key in fixed or not _plain(value):
+        raise ConfigError(f'{where}: {key} = {value!r}: expected a key that is not in fixed (seeds sets the seed), and '
+                          'a number, string, boolean or list')
+    same = seen.setdefault(json.dumps(point, sort_keys=True), i)
+    if same != i:
+      raise ConfigError(f'{where} is the same as number {same}')
+    points.append(point)
+  return points
 
 
 def _draw(path, values, samples, seed):

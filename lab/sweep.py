@@ -3,7 +3,7 @@
   config = "configs/pose.py:smoke"     # recipe[:variant], as for lab.main
   workdir = "runs/sweep"               # folder of the sweep; --workdir replaces it
   metric = "AP"                        # of the last evaluation; "-loss" where less is better
-  kind = "grid"                        # all combinations; or "random"
+  kind = "grid"                        # all combinations; or "random", or "list"
   seeds = [0, 1]                       # every point is run with each
   samples = 10                         # random: points drawn ...
   draw_seed = 0                        # ... from this seed
@@ -13,6 +13,11 @@
 
   [values]                             # lists, or for random {low=, high=, scale="log" or "linear"} as well
   "optim.learning_rate" = [1e-3, 3e-3]
+
+  [[points]]                           # list, instead of values: one point each; they may set different keys
+  variant = "coco"                     # of the recipe, where points differ in that
+  "optim.name" = "lion"
+  "optim.decay" = 0.1
 
 Every run is a process of lab.main with a folder of its own, named after its values. All state is in these folders:
 the same command typed again goes on, and several workers may share a sweep:
@@ -52,11 +57,13 @@ FOLLOW = ('import ctypes, os, sys\n'
 
 def command(sweep: Sweep, run: Run) -> list[str]:
   """What trains a run, as it would be typed."""
-  return ['python', '-m', 'lab.main', f'--config={sweep.config}', f'--workdir={run.folder}', *_settings(sweep, run)]
+  return ['python', '-m', 'lab.main', f'--config={sweep.recipe(run)}', f'--workdir={run.folder}',
+          *_settings(sweep, run)]
 
 
 def _settings(sweep, run):
   keys = {**sweep.fixed, **run.values, 'seed': run.seed}
+  keys.pop('variant', None)      # of the recipe, no key of it
   return [f'--config.{k}={v if isinstance(v, str) else repr(v)}' for k, v in keys.items()]
 
 
@@ -67,7 +74,7 @@ def check(sweep: Sweep) -> None:
   seen = {}
   for run in sweep.runs():
     try:
-      config = configs.read(sweep.config)
+      config = configs.read(sweep.recipe(run))
       configs.override(config, _settings(sweep, run))
       train.check(config)
       task.load(config)
@@ -265,14 +272,16 @@ def _ranked(sweep):
 
 def table(sweep: Sweep) -> tuple[str, str]:
   """What table.csv (in the order of the sweep, every metric) and table.md (best first) hold."""
-  rows, runs, keys, metric = _rows(sweep), sweep.runs(), [*sweep.points[0]], sweep.metric
+  rows, runs, metric = _rows(sweep), sweep.runs(), sweep.metric
+  keys = list(dict.fromkeys(k for point in sweep.points for k in point))
+  cells_of = lambda point: [text(point[k]) if k in point else '' for k in keys]
   metrics = sorted({m for _, scores, _ in rows for s in scores for m in s})
   out = io.StringIO()
   write = csv.writer(out, lineterminator='\n').writerow
   write([*keys, 'runs', 'failed', *(f'{m}_{part}' for m in metrics for part in ('median', 'min', 'max'))])
   for point, scores, failed in rows:
     spreads = (_spread(scores, m) or ('', '', '') for m in metrics)
-    write([*map(text, point.values()), len(scores), failed, *itertools.chain(*spreads)])
+    write([*cells_of(point), len(scores), failed, *itertools.chain(*spreads)])
   done = sum(len(scores) for _, scores, _ in rows)
   lines = [f'{sweep.config}{"".join(f", {k}={text(v)}" for k, v in sweep.fixed.items())}: {", ".join(keys)} swept; '
            f'{len(rows)} points, each with seeds {", ".join(map(str, sweep.seeds))}; {done} of {len(runs)} runs done; '
@@ -280,7 +289,7 @@ def table(sweep: Sweep) -> tuple[str, str]:
   lines += [f'| {" | ".join([*keys, metric, "min to max", "seeds"])} |', '|---' * (len(keys) + 3) + '|']
   for point, scores, _ in _ranked(sweep):
     spread = [f'{x:.4g}' for x in _spread(scores, metric)]
-    cells = [text(v).replace('|', '\\|') for v in point.values()]
+    cells = [cell.replace('|', '\\|') for cell in cells_of(point)]
     cells += [spread[0], f'{spread[1]} to {spread[2]}'] if spread else ['', '']
     lines.append(f'| {" | ".join([*cells, str(len(scores))])} |')
   ends = {r.name: _json(r, 'failed.json') for r in runs if not _json(r, 'result.json')}

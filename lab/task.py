@@ -22,7 +22,7 @@ Sums = Mapping[str, tuple[Array, Array]]       # name -> (total, weight), each f
 Totals = Mapping[str, tuple[float, float]]     # the same, summed on the host in float64
 Scalars = Mapping[str, float]
 Record = Mapping[str, Any]                     # JSON-able
-Image = np.ndarray                             # u8[H, W, 3] RGB
+Image = np.ndarray                             # u8[H, W, 3] RGB, or a film u8[T, H, W, 3]
 Split = str                                    # 'train' or 'eval'
 Rules = tuple[tuple[str, Any, str], ...]       # (regex on the path, PartitionSpec, reason)
 

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from data_pipelines import pipeline
 from lab import accumulate, evaluate, flops, ledger as ledgers, logs, memory, mesh as meshes, metrics, optim, sharding
 from lab.checkpoint import Checkpoints, digest
-from lab.config import choice, flatten
+from lab.config import choice, core, flatten
 from lab.graft import continued, graft
 from lab.ledger import Ledger
 from lab.programs import Program
@@ -34,7 +34,8 @@ def check(config) -> None:
   for key, least in (('total_steps', 1), ('log_steps', 1), ('eval_steps', 0), ('eval_pictures', 0),
                      ('input.batch_size', 1), ('input.eval_batch_size', 1), ('input.prefetch', 1), ('input.threads', 0),
                      ('input.bad_limit', 0), ('checkpoint.steps', 0), ('checkpoint.keep', -1), ('profile.start', 0),
-                     ('profile.steps', 0), ('peak_tflops', 0), ('lr_find.steps', 5)):
+                     ('profile.steps', 0), ('peak_tflops', 0), ('lr_find.steps', 5), ('early_stop.patience', 0),
+                     ('early_stop.delta', 0)):
     if flatten(config)[key] < least:
       raise ConfigError(f'config.{key} = {flatten(config)[key]}: expected at least {least}')
   if config.checkpoint.keep == 0:
@@ -44,12 +45,19 @@ def check(config) -> None:
   if not 0 < config.lr_find.low < config.lr_find.high:
     raise ConfigError(f'config.lr_find.low = {config.lr_find.low}: expected more than 0 and less than lr_find.high = '
                       f'{config.lr_find.high}')
+  if config.early_stop.patience and not config.checkpoint.best:
+    raise ConfigError(f'config.early_stop.patience = {config.early_stop.patience}: expected 0, for checkpoint.best is '
+                      'not set: there is no metric to wait for')
+  if config.early_stop.delta != (default := core().early_stop.delta) and not config.early_stop.patience:
+    raise ConfigError(f'config.early_stop.delta = {config.early_stop.delta}: expected {default}, for patience is 0')
   if config.init_from and config.continue_from:
     raise ConfigError('config.init_from and config.continue_from are both set: weights come from one of them')
   try:
     re.compile(config.init_only)
   except re.error as e:
     raise ConfigError(f'config.init_only = {config.init_only!r}: not a regular expression: {e}') from None
+  if not config.init_from and config.init_only != (default := core().init_only):
+    raise ConfigError(f'config.init_only = {config.init_only!r}: expected {default!r}, for init_from is not set')
 
 
 def initial(task: Task, tx: optim.Optimizer, config, spec: dict) -> Callable[[], TrainState]:
@@ -107,11 +115,11 @@ def run(task: Task, config, workdir: str, began: float | None = None) -> dict[st
         step = _program(make_step(task, tx, config, like, mesh), config, ledger, log)
         log.utilisation = _flops(task, config, batches, like)
         judge = evaluate.make(task, config, mesh, ledger)
-        state = _loop(config, mesh, batches, step, state, checkpoints, log, judge)
+        state, reason = _loop(config, mesh, batches, step, state, checkpoints, log, judge)
       scores = next((r for r in reversed(logs.rows(workdir)) if r['split'] == 'eval'), {})
       scores = {k: v for k, v in scores.items() if k not in ('step', 'split')}
       ledger.at(int(state.step), 'end')
-      _close(workdir, checkpoints, state, scores)
+      _close(workdir, checkpoints, state, scores, reason)
       return scores
 
 
@@ -120,7 +128,7 @@ def _program(function, config, ledger, log) -> Program:
   def look(compiled, args):
     need = memory.check_step(compiled, *args)
     logs.log.info('%s', need.text())
-    log.write('memory.json', {**need._asdict(), 'limit': need.free + need.in_use})
+    log.write('memory.json', {**need._asdict(), 'limit': None if need.free is None else need.free + need.in_use})
   o = config.optim
   shapes = 2 if o.accumulate > 1 and 0 < o.accumulate_from < config.total_steps else 1
   return Program('the training step', function, ledger, shapes, look)
@@ -155,47 +163,61 @@ def start(task, tx, config, like, spec, checkpoints) -> TrainState:
   if int(state.step) > config.total_steps or not checkpoints.steps() and int(state.step) == config.total_steps:
     raise ConfigError(f'the run is at step {int(state.step)}, beyond config.total_steps = {config.total_steps}'
                       f'{" or there already; a larger one goes on" * bool(config.continue_from)}')
+  o, joint = config.optim, int(state.opt.joint.step)
+  if joint >= 0 and o.continuation == 'restart' and config.total_steps - joint < o.continuation_steps:
+    raise ConfigError(f'config.optim.continuation_steps = {o.continuation_steps}: expected at most the '
+                      f'{config.total_steps - joint} updates from step {joint} to config.total_steps, for '
+                      'optim.continuation = \'restart\' would never reach its peak')
   return state
 
 
-def _loop(config, mesh, batches, step, state, checkpoints, log, judge) -> TrainState:
-  """From state.step to the end; whatever is due at a step is written before the checkpoint of that step."""
+def _loop(config, mesh, batches, step, state, checkpoints, log, judge) -> tuple[TrainState, str]:
+  """From state.step to the end, and why that came early; what is due at a step is written before its checkpoint."""
   log.describe(state.params)
-  ledger, profile = log.ledger, logs.Profile(config.profile, log.workdir, int(state.step))
-  watch = _Watch(config, batches)
+  ledger, watch = log.ledger, _Watch(config, batches)
   i, total, stream = int(state.step), config.total_steps, iter(batches)
   if checkpoints.notes.get('evaluation_due') and _evaluate(i, state, judge, log) is None:
     raise meshes.Preempted(f'stopped at step {i}, whose evaluation is still due; start the same command again to go on')
-  if i < total:
+  reason = _stalled(config, log.workdir)
+  if i < total and not reason:
     logs.say(f'training from step {i} to {total}; the first step compiles')
-  while i < total:
-    ledger.enter('save')
-    profile(i)
-    ledger.enter('wait')
-    micro = [next(stream) for _ in range(accumulate.count(config.optim, i))]
-    ledger.enter('step')
-    state, sums = step(state, meshes.place_stacked(mesh, micro, config.input.batch_size))
-    i += 1
-    watch(i, sums)
-    ledger.at(i)
-    if i % config.log_steps == 0 or i == total:
-      _log(i, sums, batches, config, log)
-    due = i == total or config.eval_steps and i % config.eval_steps == 0
-    scores = _evaluate(i, state, judge, log) if due else None
-    stop = meshes.preempted(i) and (i < total or scores is None)
-    if stop or i == total or config.checkpoint.steps and i % config.checkpoint.steps == 0:
-      watch.settle()
-      log.flush()
-      with ledger.during('save'):
-        checkpoints.notes = {'bad_records': sorted(set(meshes.gather(batches.bad))),
-                             'evaluation_due': bool(due and scores is None)}
-        (checkpoints.finish if stop or i == total else checkpoints.save)(i, state, scores)
-      ledger.at(i, 'saved')
-    if stop:
-      raise meshes.Preempted(f'stopped at step {i} and saved; start the same command again to go on')
-  profile.stop()
+  with contextlib.closing(logs.Profile(config.profile, log.workdir, i)) as profile:
+    while i < total and not reason:
+      ledger.enter('save')
+      profile(i)
+      ledger.enter('wait')
+      micro = [next(stream) for _ in range(accumulate.count(config.optim, i))]
+      ledger.enter('step')
+      state, sums = step(state, meshes.place_stacked(mesh, micro, config.input.batch_size))
+      i += 1
+      watch(i, sums)
+      ledger.at(i)
+      if i % config.log_steps == 0 or i == total:
+        _log(i, sums, batches, config, log)
+      due = i == total or config.eval_steps and i % config.eval_steps == 0
+      scores = _evaluate(i, state, judge, log) if due else None
+      reason = '' if scores is None else _stalled(config, log.workdir)
+      end = i == total or bool(reason)
+      stop = meshes.preempted(i) and (not end or scores is None)
+      if stop or end or config.checkpoint.steps and i % config.checkpoint.steps == 0:
+        watch.settle()
+        log.flush()
+        with ledger.during('save'):
+          checkpoints.notes = {'bad_records': sorted(set(meshes.gather(batches.bad))),
+                               'evaluation_due': bool(due and scores is None)}
+          (checkpoints.finish if stop or end else checkpoints.save)(i, state, scores)
+        ledger.at(i, 'saved')
+      if stop:
+        raise meshes.Preempted(f'stopped at step {i} and saved; start the same command again to go on')
   ledger.enter('save')
-  return state
+  return state, reason
+
+
+def _stalled(config, workdir) -> str:
+  """Why the run has to end by config.early_stop, or ''; alike on all processes, of which only the first has the log."""
+  if not config.early_stop.patience:
+    return ''
+  return meshes.gather([evaluate.stalled(config, logs.rows(workdir) if jax.process_index() == 0 else [])])[0]
 
 
 def _log(i, sums, batches, config, log):
@@ -268,11 +290,11 @@ class _Watch:
     logs.log.warning(text)
 
 
-def _close(workdir, checkpoints, state, scores):
+def _close(workdir, checkpoints, state, scores, reason):
   """The summary: what was reached, where it lies, what to type next."""
   step = int(state.step)
   logs.say('\n'.join((
-      '', f'Done: {step} steps. {evaluate.summary(scores)}',
+      '', f'Done: {step} steps{f", stopped early: {reason}" * bool(reason)}. {evaluate.summary(scores)}',
       f'  state digest    {digest(state)}',
       f'  checkpoint      {checkpoints.path(step)}',
       f'  metrics         {workdir}/metrics.jsonl and {workdir}/tensorboard',

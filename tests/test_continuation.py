@@ -91,6 +91,20 @@ def test_a_continued_run_resumes_bit_for_bit(toy_config, tmp_path, first, monkey
   assert rates(tmp_path / 'stopped') == rates(tmp_path / 'whole')
 
 
+def test_tensorboard_gets_settings_and_parameters_once(toy_config, tmp_path, first, monkeypatch):
+  from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+  onward(toy_config, first, 15, 'blend')
+  toy_config.total_steps = 30
+  for stop in (16, 20):
+    monkeypatch.setattr(meshes, 'preempted', lambda step, stop=stop: step == stop)
+    with pytest.raises(meshes.Preempted):
+      run(toy_config, tmp_path)
+  events = EventAccumulator(str(tmp_path / 'tensorboard'), size_guidance={'tensors': 0})
+  events.Reload()
+  assert [e.step for e in events.Tensors('parameters')] == [15]
+  assert events.summary_metadata['_hparams_/session_start_info'].plugin_data.plugin_name == 'hparams'
+
+
 def taken(config, first, monkeypatch):
   """The state with which a continued run starts."""
   states, start = [], train.start
@@ -124,6 +138,17 @@ def test_another_optimizer_needs_fresh_moments(toy_config, tmp_path, first):
   toy_config.total_steps = 17
   run(toy_config, tmp_path)
   assert list(rates(tmp_path)) == [16, 17]
+
+
+def test_a_restart_needs_the_updates_of_its_climb(toy_config, tmp_path, first):
+  onward(toy_config, first, 15, 'restart')
+  toy_config.total_steps = 24
+  with pytest.raises(ConfigError, match='continuation_steps = 10: expected at most the 9 updates from step 15') as e:
+    run(toy_config, tmp_path)
+  assert e.value.exit_code == 2
+  toy_config.total_steps = 25
+  run(toy_config, tmp_path)
+  assert rates(tmp_path)[25] == pytest.approx(3e-3)
 
 
 def test_what_cannot_be_continued_is_told(toy_config, tmp_path, first):

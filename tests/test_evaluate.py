@@ -1,13 +1,15 @@
 """Evaluation counts every example once, on any mesh and batch size; training agrees between meshes."""
 
+import io
 import json
+import os
 
 import jax
 import numpy as np
 import pytest
 from data_pipelines import pipeline
 
-from lab import evaluate, mesh as meshes, metrics, sharding, train
+from lab import evaluate, logs, mesh as meshes, metrics, sharding, train
 from lab.ledger import Ledger
 from lab.task import ConfigError
 from tests import toy
@@ -121,3 +123,55 @@ def test_rules_decide_shardings_and_the_audit_finds_dead_ones():
     sharding.layout(((r'kernel$', P(), ''),), shapes, mesh)
   with pytest.raises(sharding.ShardingError, match='1 large array.*: big'):
     sharding.layout((), {'big': jax.ShapeDtypeStruct((1 << 19,), np.float32)}, mesh)
+
+
+# pictures and films
+
+
+def film(frames, shade=0):
+  """u8[frames, 6, 8, 3]: all alike but the last."""
+  out = np.full((frames, 6, 8, 3), shade, np.uint8)
+  out[-1, :, 2:4] = 255
+  return out
+
+
+@pytest.mark.parametrize('frames', [1, 2, 5])
+def test_a_film_keeps_every_frame(frames):
+  from PIL import Image, ImageSequence
+  with Image.open(io.BytesIO(logs.gif(film(frames)))) as image:
+    assert image.n_frames == frames and image.size == (8, 6) and image.info['loop'] == 0
+    seen = [(np.asarray(f.convert('RGB')), f.info['duration'], f.disposal_method)
+            for f in ImageSequence.Iterator(image)]
+  np.testing.assert_array_equal([pixels for pixels, _, _ in seen], film(frames))
+  # 8 frames a second are 125 ms each, of which the format can only say tens
+  assert [ms for _, ms, _ in seen] == [120, 130, 120, 130, 120][:frames] and {d for _, _, d in seen} == {2}
+
+
+def test_films_lie_beside_pictures_and_in_tensorboard(toy_config, tmp_path, caplog):
+  from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+  task = toy.make_task(toy_config)._replace(picture=lambda outputs, batch: {'still': film(1)[0], 'moving': film(3)})
+  toy_config.total_steps = 10
+  train.run(task, toy_config, str(tmp_path))
+  names = sorted(os.listdir(tmp_path / 'pictures'))
+  assert names == [f'00000{s}_{n}' for s in ('05', '10') for n in ('moving.gif', 'still.png')]
+  events = EventAccumulator(str(tmp_path / 'tensorboard'), size_guidance={'tensors': 0})
+  events.Reload()
+  assert events.SummaryMetadata('moving').plugin_data.plugin_name == 'images'
+  width, height, data = events.Tensors('moving')[1].tensor_proto.string_val
+  assert (width, height) == (b'8', b'6') and data == (tmp_path / 'pictures' / '0000010_moving.gif').read_bytes()
+  assert [e.step for e in events.Tensors('still')] == [5, 10] and 'TensorBoard' not in caplog.text
+  logs.cut(str(tmp_path), 5)
+  assert sorted(os.listdir(tmp_path / 'pictures')) == names[:2]
+
+
+def test_an_evaluation_elsewhere_leaves_the_workdir_s_own(toy_config, tmp_path):
+  toy_config.total_steps = 5
+  task = toy.make_task(toy_config)._replace(picture=lambda outputs, batch: {'moving': film(3)})
+  run, there = tmp_path / 'run', tmp_path / 'stress' / 'test'
+  train.run(task, toy_config, str(run))
+  usual = evaluate.run(task, toy_config, str(run), 'latest')
+  before = {p: p.read_bytes() for p in run.rglob('eval_5*') if p.is_file()}
+  other = evaluate.run(task._replace(finish=lambda totals: {'stress': 7.0}), toy_config, str(run), 'latest', str(there))
+  assert json.loads((there / 'eval_5.json').read_text()) == {'step': 5, **other} != {'step': 5, **usual}
+  assert os.listdir(there / 'eval_5') == ['moving.gif']
+  assert {p: p.read_bytes() for p in run.rglob('eval_5*') if p.is_file()} == before != {}

@@ -99,6 +99,8 @@ def test_a_wrong_checkpoint_path_never_trains(capsys, caplog, toy_data, tmp_path
   assert code == 5 and "no step '3'; nearest: [2]" in err
   code, err = toy_command(capsys, toy_data, tmp_path / 'run', '--mode=eval', '--step=2')
   assert code == 0 and 'examples 13' in err and (tmp_path / 'run' / 'eval_2.json').exists()
+  code, err = toy_command(capsys, toy_data, tmp_path / 'run', '--mode=eval', f'--output={tmp_path}/other')
+  assert code == 0 and f'written to {tmp_path}/other/eval_2.json' in err
 
 
 def test_a_recipe_with_a_typo_is_refused(capsys, tmp_path, monkeypatch):

@@ -113,3 +113,72 @@ def test_an_exploding_rate_never_reaches_a_checkpoint(toy_config, tmp_path):
     task = toy.make_task(toy_config)
     with train.restored(task, toy_config, str(tmp_path), str(step)) as (_, _, params, _):
       assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
+
+
+def test_the_step_is_clipped_after_the_rate_as_in_the_papers_rule(toy_config):
+  """Momentum with l2 decay, staircase, and every number of the step within 1e-4, against float64."""
+  o = section(toy_config, name='momentum', learning_rate=1e-4, decay=0.5, decay_kind='l2', schedule='staircase',
+              factor=0.9, factor_steps=2, clip_step=1e-4, rates=(('slow', 0.5),), frozen='still')
+  draw = np.random.default_rng(0)
+  shapes = {'w': (3, 2), 'slow': (2, 2), 'still': (2, 2)}
+  params = {k: jnp.asarray(draw.standard_normal(s), jnp.float32) for k, s in shapes.items()}
+  want = {k: np.asarray(v, np.float64) for k, v in params.items()}
+  velocity, first = {k: np.zeros(s) for k, s in shapes.items()}, params['still']
+  tx = optim.make(o, 10)
+  opt, clipped = tx.init(params), 0
+  for step in range(8):
+    grads = {k: draw.standard_normal(s) for k, s in shapes.items()}
+    before, square = params, 0.0
+    params, opt, _, sums = tx.update(jnp.float32(1), {k: jnp.asarray(g, jnp.float32) for k, g in grads.items()}, opt,
+                                     params, jnp.int32(step))
+    for k, factor in (('w', 1.0), ('slow', 0.5)):
+      velocity[k] = 0.9 * velocity[k] + grads[k] + 0.5 * want[k]
+      delta = -1e-4 * 0.9 ** ((step + 1) // 2) * factor * velocity[k]
+      clipped += np.sum(np.abs(delta) > 1e-4)
+      delta = np.clip(delta, -1e-4, 1e-4)
+      want[k], square = want[k] + delta, square + np.sum(delta**2)
+      np.testing.assert_allclose(params[k], want[k], rtol=0, atol=2e-6)
+      # a float32 near 2 is told to 1.2e-7
+      assert np.abs(params[k] - before[k]).max() <= 1e-4 + 1.2e-7
+    assert float(sums['update_norm'][0]) == pytest.approx(square**0.5, rel=1e-4)
+  assert 10 < clipped < 80      # of 8 x 10 numbers: both kinds are there
+  np.testing.assert_array_equal(params['still'], first)
+
+
+def test_the_staircase_of_the_paper(toy_config):
+  o = section(toy_config, name='momentum', learning_rate=1e-4, schedule='staircase', factor=0.9, factor_steps=10000)
+  tx = optim.make(o, 20000)
+  w = {'w': jnp.zeros(1)}
+  rate = lambda step: float(tx.update(jnp.float32(1), w, tx.init(w), w, jnp.int32(step))[3]['learning_rate'][0])
+  assert rate(0) == rate(9998) == pytest.approx(1e-4, rel=1e-6) and rate(9999) == pytest.approx(9e-5, rel=1e-6)
+  assert rate(10000) == pytest.approx(9e-5, rel=1e-6)
+
+
+def test_the_step_of_the_second_optimizer_is_clipped_too(toy_config):
+  toy_config.optim.second.params = 'b'
+  o = section(toy_config, name='sgd', learning_rate=0.1, clip_step=1e-3)
+  params, _, _ = apply(o, {'w': jnp.ones((1, 1)), 'b': -jnp.ones(1)}, {'w': jnp.zeros((1, 1)), 'b': jnp.zeros(1)})
+  np.testing.assert_allclose([params['w'][0, 0], params['b'][0]], [-1e-3, 1e-3], rtol=1e-6)
+
+
+def test_a_clipped_infinite_step_is_still_skipped(toy_config):
+  o = section(toy_config, name='sgd', learning_rate=3e38, clip_step=1e-3)
+  params, opt, _ = apply(o, {'w': jnp.full((2, 2), 10.0)}, {'w': jnp.ones((2, 2))})
+  np.testing.assert_array_equal(params['w'], np.ones((2, 2)))
+  assert opt.skipped.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize('key, value', [
+    ('optim.clip_step', -1.0), ('init_only', 'dense'), ('optim.continuation', 'restart'),
+    ('optim.continuation_steps', 7), ('optim.keep_moments', False), ('optim.decay_not', 'dense'),
+    ('optim.decay_kind', 'l2')])
+def test_a_key_that_nothing_would_read_is_refused(toy_config, key, value):
+  toy_config.optim.update({'name': 'sgd', 'decay': 0.0})
+  train.check(toy_config)
+  toy_config.update_from_flattened_dict({key: value})
+  with pytest.raises(ConfigError, match=f'config.{key} = {value!r}: expected '):
+    train.check(toy_config)
+  if 'clip' not in key:
+    toy_config.optim.decay = 0.1
+    toy_config['init_from' if key == 'init_only' else 'continue_from'] = 'runs/other'
+    train.check(toy_config)

@@ -379,7 +379,7 @@ def test_sharded_updates_are_those_of_one_device(changes):
 @pytest.mark.parametrize('key', ['stacked', 'frozen', 'decay_not', 'second.params', 'rates'])
 def test_a_pattern_that_matches_nothing_is_refused(key):
   value = (('bias', 2.0), ('x', 1.0)) if key == 'rates' else 'x'
-  config = settings(**{key: value})
+  config = settings(decay=0.1, **{key: value})
   optim.check(config)
   with pytest.raises(ConfigError, match=rf"config\.optim\.{key}: 'x' matches no parameter"):
     optim.make(config.optim, 10).init({'kernel': jnp.ones((2, 2)), 'bias': jnp.ones(2)})

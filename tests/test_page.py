@@ -11,7 +11,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from lab import config as configs, page, plot
+from lab import config as configs, logs, page, plot
 from lab.task import ConfigError
 
 CHROMIUM = shutil.which('chromium') or shutil.which('chromium-browser') or shutil.which('google-chrome')
@@ -172,6 +172,17 @@ def test_pictures_lie_inside_first_beside_newest(workdir):
   for i in range(20):
     picture(os.path.join(pictures, f'0000240_more{i}.png'))
   assert len(re.findall('class="name"', read(workdir)[0])) == page.PICTURES
+
+
+def test_films_are_shown_like_pictures(workdir):
+  pictures = os.path.join(workdir, 'pictures')
+  film = logs.gif(np.arange(3 * 4 * 4 * 3, dtype=np.uint8).reshape(3, 4, 4, 3))
+  for name, content in (('0000240_film', film), ('0000240_torn', film[:-1]), ('0000240_fake', b'PNG' + film)):
+    with open(os.path.join(pictures, name + '.gif'), 'wb') as f:
+      f.write(content)
+  source, got = read(workdir)
+  assert [base64.b64decode(m) for m in re.findall(r'src="data:image/gif;base64,([^"]*)"', source)] == [film]
+  assert got.text['pictures'].count('no complete GIF, or too large') == 2
 
 
 def test_nothing_is_loaded(workdir):

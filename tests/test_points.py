@@ -1,12 +1,14 @@
 """What a sweep asks for: names that parse back, grids in order, random points in bounds."""
 
 import math
+import os
 import statistics
 
 import pytest
 
-from lab import points
+from lab import points, sweep as sweeps
 from lab.task import ConfigError
+from tests.conftest import ROOT
 
 TOY = 'config = "tests/toy.py"\nmetric = "error"\n'
 
@@ -84,3 +86,72 @@ def test_rounding_stays_in_bounds(tmp_path):
                             'optim.clip = {low = 0.123456, high = 0.123457}\n'))
   # 4 digits make 0.1235 of every draw
   assert sweep.points == [{'optim.clip': 0.123457}]
+
+
+LIST = TOY + 'workdir = "w"\nkind = "list"\nseeds = [0, 1]\n'
+
+
+def test_listed_points_set_their_own_keys_in_order(tmp_path):
+  sweep = points.read(write(tmp_path, LIST + '[fixed]\ntotal_steps = 3\n[[points]]\n"optim.name" = "lion"\n[[points]]\n'
+                            'optim.name = "sgd"\noptim.clip = 0.5\n[[points]]\n[points.input]\nthreads = 1\n'))
+  assert sweep.points == [{'optim.name': 'lion'}, {'optim.name': 'sgd', 'optim.clip': 0.5}, {'input.threads': 1}]
+  assert [r.name for r in sweep.runs()][1:4] == ['optim.name=lion,seed=1', 'optim.name=sgd,optim.clip=0.5,seed=0',
+                                                 'optim.name=sgd,optim.clip=0.5,seed=1']
+
+
+@pytest.mark.parametrize('content, said', [
+    ('', 'points is missing or empty'),
+    ('points = []\n', 'points is missing or empty'),
+    ('points = 3\n', 'points = 3: expected a list'),
+    ('points = [3]\n', 'points, number 1: 3: expected a table'),
+    ('[[points]]\n', 'points, number 1: {}: expected a table with at least one key'),
+    ('[[points]]\nseed = 1\n', 'points, number 1: seed = 1: expected a key that is not in fixed (seeds sets the seed)'),
+    ('[fixed]\noptim.clip = 1.0\n[[points]]\n"optim.clip" = 2.0\n', 'number 1: optim.clip = 2.0: expected a key that'),
+    ('[[points]]\nx = 1979-05-27\n', 'points, number 1: x = datetime.date(1979, 5, 27): expected'),
+    ('[[points]]\n"a.b" = 1\na.b = 2\n', 'points, number 1.a.b is there twice'),
+    ('[[points]]\na = 1\nb = 2\n[[points]]\na = 1\n[[points]]\nb = 2\na = 1\n', 'number 3 is the same as number 1'),
+    ('[values]\na = [1]\n[[points]]\na = 1\n', 'values is only for kind = "grid" or "random"'),
+    ('samples = 2\n[[points]]\na = 1\n', 'samples is only for kind = "random"'),
+])
+def test_a_wrong_list_is_refused(tmp_path, content, said):
+  with pytest.raises(ConfigError) as e:
+    points.read(write(tmp_path, LIST + content))
+  assert said in str(e.value)
+
+
+def test_a_grid_takes_no_points(tmp_path):
+  with pytest.raises(ConfigError, match='points is only for kind = "list"'):
+    points.read(write(tmp_path, TOY + 'workdir = "w"\n[[points]]\na = 1\n'))
+
+
+def test_the_table_of_a_list_has_every_key_once(tmp_path):
+  content = LIST.replace('[0, 1]', '[0]') + ('[[points]]\noptim.name = "lion"\n'
+                                             '[[points]]\noptim = {clip = 0.5, name = "a|b"}\n')
+  sweep = points.read(write(tmp_path, content), str(tmp_path / 'sweep'))
+  for run, error in zip(sweep.runs(), (2, 1)):
+    os.makedirs(run.folder)
+    sweeps._write(run, 'result.json', {'values': run.values, 'seed': run.seed, 'scores': {'error': error}})
+  table, page = sweeps.table(sweep)
+  assert table.splitlines() == ['optim.name,optim.clip,runs,failed,error_median,error_min,error_max',
+                                'lion,,1,0,2,2,2', 'a|b,0.5,1,0,1,1,1']
+  assert page.splitlines()[2:6] == ['| optim.name | optim.clip | error | min to max | seeds |', '|---|---|---|---|---|',
+                                    '| lion |  | 2 | 2 to 2 | 1 |', '| a\\|b | 0.5 | 1 | 1 to 1 | 1 |']
+
+
+def test_a_list_is_checked_like_any_sweep(tmp_path, capsys, monkeypatch):
+  monkeypatch.chdir(ROOT)
+  monkeypatch.setattr(sweeps.signal, 'signal', lambda *a: None)      # main takes SIGTERM, and this process is pytest's
+  content = TOY + 'kind = "list"\n[[points]]\n"optim.name" = "lion"\n[[points]]\n"optim.%s" = 0.5\n'
+  assert sweeps.main(['sweep', write(tmp_path, content % 'clpi'), f'--workdir={tmp_path}/sweep', '--status']) == 0
+  assert '2 pending of 2 runs' in capsys.readouterr().out
+  assert sweeps.main(['sweep', write(tmp_path, content % 'clpi'), f'--workdir={tmp_path}/sweep']) == 2
+  assert 'did you mean --config.optim.clip?' in capsys.readouterr().err
+  sweeps.check(points.read(write(tmp_path, content % 'clip'), f'{tmp_path}/sweep'))
+
+
+def test_a_point_may_name_the_variant_of_the_recipe(tmp_path):
+  content = '[[points]]\nvariant = "coco"\nseed_ = 1\n[[points]]\nseed_ = 2\n'
+  found = points.read(write(tmp_path, LIST.replace('tests/toy.py', 'configs/pose.py:smoke') + content))
+  assert [found.recipe(r) for r in found.runs()] == ['configs/pose.py:coco'] * 2 + ['configs/pose.py:smoke'] * 2
+  command = sweeps.command(found, found.runs()[0])
+  assert '--config=configs/pose.py:coco' in command and not any('variant=coco' in a for a in command[5:])

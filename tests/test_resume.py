@@ -1,5 +1,6 @@
 """Stopped anywhere and started again equals never stopped, bit for bit."""
 
+import contextlib
 import json
 import os
 import random
@@ -11,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from lab import checkpoint, evaluate, mesh as meshes, train
+from lab import checkpoint, evaluate, logs, mesh as meshes, plot, train
 from lab.checkpoint import Checkpoints
 from tests import toy
 
@@ -271,3 +272,34 @@ def test_digest_sees_every_bit_and_every_swap():
   for other in (bits.view(np.float32), x[:, ::-1].copy(), x[::-1].copy(), x.astype(np.int32)):
     assert checkpoint.digest({**state, 'a': jax.numpy.asarray(other)}) != one
   assert checkpoint.digest({**state, 'b': jax.numpy.asarray([False, True])}) != one
+
+
+@pytest.mark.parametrize('end', ['last step', 'stop', 'failure'])
+def test_a_trace_is_written_however_the_run_ends(toy_config, tmp_path, monkeypatch, end):
+  calls = []
+  monkeypatch.setattr(jax.profiler, 'start_trace', lambda folder: calls.append('start'))
+  monkeypatch.setattr(jax.profiler, 'stop_trace', lambda: calls.append('stop'))
+  toy_config.total_steps, toy_config.eval_steps = 6, 0
+  toy_config.profile.update({'start': 4, 'steps': 10})
+  if end == 'stop':
+    monkeypatch.setattr(meshes, 'preempted', lambda step: step == 5)
+  if end == 'failure':
+    toy_config.poison, toy_config.optim.max_nonfinite = 4, 0
+  with contextlib.nullcontext() if end == 'last step' else pytest.raises((meshes.Preempted, train.NonFinite)):
+    run(toy_config, tmp_path)
+  assert calls == ['start', 'stop']
+
+
+def test_seconds_go_on_after_a_restart(toy_config, tmp_path, monkeypatch):
+  monkeypatch.setattr(logs.Log, '_passed', lambda self: 5.0)           # each process is as slow to its first row
+  toy_config.log_steps = 10
+  monkeypatch.setattr(meshes, 'preempted', lambda step: step == 12)
+  with pytest.raises(meshes.Preempted):
+    run(toy_config, tmp_path)
+  monkeypatch.setattr(meshes, 'preempted', lambda step: False)
+  run(toy_config, tmp_path)
+  rows = [json.loads(line) for line in read(tmp_path, 'timings.jsonl').splitlines()]
+  assert [(r['step'], r['seconds']) for r in rows] == [(10, 5.0), (20, 10.0)]
+  # a log of before, in which each process began at 0 again
+  old = [{**r, 'seconds': 5.0} for r in rows]
+  assert plot.hours(rows) == plot.hours(old) == {10: 5 / 3600, 20: 10 / 3600}

@@ -15,6 +15,7 @@ MLM = {'schedule': 'cosine', 'learning_rate': 1e-3, 'end_rate': 5e-5, 'warmup_st
 def settings(total, **changes):
   config = core()
   config.total_steps = total
+  config.continue_from = 'runs/other' * any(key.startswith('continuation') for key in changes)
   config.update_from_flattened_dict({f'optim.{k}': v for k, v in changes.items()})
   optim.check(config)
   return config.optim

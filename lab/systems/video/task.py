@@ -30,11 +30,8 @@ def make_task(config) -> Task:
   lengths = {'recon': config.video.past, 'pred': config.video.future}
   lengths = {h: lengths[h] for h in HEADS[config.model.heads]}
 
-  def frames(batch):
-    """The frames seen f32[B, P, S, S] and those each head has to give, in its order, all in (0, 1)."""
-    clip = generate.clip(batch, config)
-    past, future = clip[:, :config.video.past], clip[:, config.video.past:]
-    return past, {'recon': past[:, ::-1] if config.model.recon_order == 'reversed' else past, 'pred': future}
+  see, judge = functools.partial(frames, config), functools.partial(sums, out)
+  weigh = functools.partial(terms, config, out)
 
   def run(params, past, truth=None, use=None):
     """head -> (logits, top states) and 'encoder' -> top states; without truth each head feeds on its own frames."""
@@ -42,50 +39,36 @@ def make_task(config) -> Task:
                      truth and {h: out.to_range(x) for h, x in truth.items()}, use)
 
   def init(key, batch):
-    return net.init(key, out.to_range(frames(batch)[0]), lengths)['params'], {}
-
-  def terms(made, truth, mask):
-    """head -> (weighted loss f32[], weight f32[]), a sum over sequences and frames."""
-    weights = {'recon': config.loss.recon_weight, 'pred': 1.0}
-    return {h: (config.loss.scale * weights[h] * (out.training_loss(made[h][0], truth[h]).sum(1) * mask).sum(),
-                mask.sum() * lengths[h]) for h in lengths}
-
-  def sums(made, truth, mask):
-    found = {}
-    for h in lengths:
-      found |= quality.sums(out.to_unit(out.activate(made[h][0])), made[h][0] if out.loss_from_logits else None,
-                            truth[h], mask, h)
-    return found
+    return net.init(key, out.to_range(see(batch)[0]), lengths)['params'], {}
 
   def loss(params, stats, batch, key, step):
-    past, truth = frames(batch)
+    past, truth = see(batch)
     if config.model.feed in ('teacher', 'scheduled'):
       made = run(params, past, truth, _use(config, truth, key, step))
     else:
       made = run(params, past)
-    kept = {k: v for k, v in sums(made, truth, batch['mask']).items() if k.endswith(TRAINED)}
-    return terms(made, truth, batch['mask']), (stats, kept)
+    kept = {k: v for k, v in judge(made, truth, batch['mask']).items() if k.endswith(TRAINED)}
+    return weigh(made, truth, batch['mask']), (stats, kept)
 
   def measure(params, stats, batch):
     """Errors of the free run: no head sees a true frame beyond what the encoder has seen."""
     del stats
-    past, truth = frames(batch)
-    mask = batch['mask']
+    (past, truth), mask = see(batch), batch['mask']
     made = run(params, past)
-    found = sums(made, truth, mask) | quality.baselines(past, truth['pred'], mask)
+    found = judge(made, truth, mask) | quality.baselines(past, truth['pred'], mask)
     for name in made if config.model.kind == 'seq2frames' else ():
       found |= quality.state_range(made[name] if name == 'encoder' else made[name][1], mask, name)
     if config.model.feed == 'teacher':
       taught = run(params, past, truth, _use(config, truth, None, None))
-      found |= {k.replace('recon_', 'recon_teacher_forced_'): v for k, v in sums(taught, truth, mask).items()
+      found |= {k.replace('recon_', 'recon_teacher_forced_'): v for k, v in judge(taught, truth, mask).items()
                 if k.startswith('recon_') and k.endswith(TRAINED)}
-    each = terms(made, truth, mask)
+    each = weigh(made, truth, mask)
     found['loss'] = (sum((total / lengths[h] for h, (total, _) in each.items()), jnp.float32(0)), mask.sum())
     return found
 
   def predict(params, stats, batch, key):
     del stats, key
-    past, truth = frames(batch)
+    past, truth = see(batch)
     made = {h: to_bytes(out.to_unit(out.activate(x[0]))) for h, x in run(params, past).items() if h in lengths}
     if 'recon' in made and config.model.recon_order == 'reversed':
       made['recon'] = made['recon'][:, ::-1]
@@ -98,6 +81,31 @@ def make_task(config) -> Task:
               rules=rules(config), finish=functools.partial(finish, config, out),
               inputs=functools.partial(clip_inputs.clips, size=config.video.size, past=config.video.past,
                                        future=config.video.future))
+
+
+def frames(config, batch):
+  """The frames seen f32[B, P, S, S] and those that each head has to give, in its order, all in (0, 1)."""
+  clip = generate.clip(batch, config)
+  past, future = clip[:, :config.video.past], clip[:, config.video.past:]
+  return past, {'recon': past[:, ::-1] if config.model.recon_order == 'reversed' else past, 'pred': future}
+
+
+def terms(config, out, made, truth, mask):
+  """head -> (weighted loss f32[], weight f32[]), a sum over sequences and frames, for the heads that `made` has."""
+  weights = {'recon': config.loss.recon_weight, 'pred': 1.0}
+  return {h: (config.loss.scale * weights[h] * (out.training_loss(made[h][0], truth[h]).sum(1) * mask).sum(),
+              mask.sum() * truth[h].shape[1]) for h in weights if h in made}
+
+
+def sums(out, made, truth, mask):
+  """What is measured of every head that `made` has; see quality.py."""
+  found = {}
+  for h in truth:
+    if h in made:
+      logits = made[h][0]
+      found |= quality.sums(out.to_unit(out.activate(logits)), logits if out.loss_from_logits else None, truth[h], mask,
+                            h)
+  return found
 
 
 def check(config) -> None:

@@ -13,6 +13,7 @@ import pytest
 from data_pipelines import pipeline
 
 from lab import accumulate, evaluate, mesh as meshes, metrics, optim, sharding, train
+from lab.checkpoint import Checkpoints
 from lab.ledger import Ledger
 from lab.task import load
 from tests.conftest import ROOT
@@ -84,6 +85,21 @@ def test_one_device_equals_eight(config, tmp_path, monkeypatch, shape):
   assert state['one'].keys() == state['eight'].keys()
   for k in state['one']:
     np.testing.assert_allclose(state['one'][k], state['eight'][k], rtol=1e-5, err_msg=k)
+
+
+def test_a_stopped_run_continues_bit_for_bit(config, tmp_path, monkeypatch):
+  config.input.batch_size = 8
+  config.total_steps, config.eval_steps = 6, 3
+  rows = {}
+  for name, stops in (('whole', ()), ('stopped', (1, 4))):
+    for stop in stops:
+      monkeypatch.setattr(meshes, 'preempted', lambda step, stop=stop: step == stop)
+      with pytest.raises(meshes.Preempted):
+        train.run(load(config), config, str(tmp_path / name))
+    monkeypatch.setattr(meshes, 'preempted', lambda step: False)
+    train.run(load(config), config, str(tmp_path / name))
+    rows[name] = (tmp_path / name / 'metrics.jsonl').read_text(), Checkpoints(str(tmp_path / name)).meta(6)['arrays']
+  assert rows['whole'] == rows['stopped']
 
 
 def test_padding_leaves_every_sum_unchanged(config):

@@ -7,7 +7,7 @@
       the composite conditional model of Srivastava et al. 2015 on 64 x 64 px, two layers of 2048 (268 M parameters)
   launch/run.sh --config=configs/video.py:convlstm --workdir=runs/convlstm --config.data.dir=data/mnist
   launch/run.sh --config=configs/video.py:simvp --workdir=runs/simvp --config.data.dir=data/mnist
-      stronger networks; like paper, for an accelerator. benchmarks/RESULTS.md has what they reached
+      stronger networks; like paper, for an accelerator. None of the three was trained to the end yet
   launch/run.sh --config=configs/video.py:parity=copy --workdir=runs/copy --config.data.dir=data/mnist
       any model of lab/systems/video/registry.py with the setup that its author used
 """

@@ -27,7 +27,6 @@ def get_config(variant: str = '') -> ConfigDict:
   config.checkpoint.best = '-loss'
   if variant in ('', 'smoke'):
     return _micro(config, variant == 'smoke')
-  config.data.eval = 'test'
   config.log_steps, config.input.eval_batch_size = 100, 200
   config.eval_steps = config.checkpoint.steps = 2500
   name, _, model = variant.partition('=')
@@ -83,5 +82,7 @@ def _parity(config: ConfigDict, model: str) -> ConfigDict:
   config.eval_steps = config.checkpoint.steps = 900
   config.input.batch_size = 100
   config.loss.recon_weight = 0.8
-  config.optim.update({'name': 'adam', 'schedule': 'constant', 'decay': 0.0, 'clip': 0.25})
+  config.early_stop.patience = 10
+  config.optim.update({'name': 'adam', 'schedule': 'staircase', 'factor': 0.9, 'factor_steps': 2700, 'decay': 0.0,
+                       'clip': 0.25})
   return config

@@ -163,8 +163,10 @@ def array(path: str, layout: str = 'auto', frames: int = 20) -> np.ndarray:
     data = data[..., 0]
   if data.ndim == 3:
     return data[None]
-  if data.ndim != 4:
-    raise DataError(f'{path}: an array {shape}; grey clips are [T, H, W], [T, N, H, W] or [N, T, H, W]')
+  colours = data.ndim > 3 and data.shape[-1] in (3, 4) and data.shape[-2] != data.shape[-1]
+  if data.ndim != 4 or colours:
+    raise DataError(f'{path}: an array {shape}{", its last axis colours" * colours}; grey clips are [T, H, W], '
+                    '[T, N, H, W] or [N, T, H, W]')
   if layout == 'auto':
     fits = [n == frames for n in data.shape[:2]]
     if sum(fits) != 1:

@@ -2,7 +2,8 @@
 
 Two data sets can lie in the folder. Of digits (`mnist`) the source hands out which digits meet in a sequence, and the
 device draws where they go: training never repeats, and bytes that would only be copied are not moved. Of fixed
-sequences (`clips`) it hands out the frames. Either way train, validation and test share no digit.
+sequences (`clips`) it hands out the frames. Of digits, and of sequences made of them here, train, validation and test
+share none; of imported clips that is up to the files.
 
 `motion`, `paths` and `render` are the generator in NumPy. It writes fixed sets, and says what the device has to draw.
 """

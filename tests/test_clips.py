@@ -75,7 +75,8 @@ def test_public_file_is_read_where_it_lies(tmp_path):
     (np.array([[[b'a']]]), r'an array of \|S1'), (np.zeros((2, 2, 2), 'M8[s]'), 'datetime64'),
     (np.zeros((2, 2, 2), [('a', 'u1')]), "'a', 'u1'"), (np.zeros((2, 2, 2), [('é', 'u1')]), 'a.npy: '),
     (np.uint8(1), r'an array \[\];'), (GREY[0, 0], r'an array \[6, 8\]; grey'),
-    (np.zeros((2, 20, 4, 4, 3), np.uint8), r'an array \[2, 20, 4, 4, 3\]; grey'),
+    (np.zeros((2, 20, 4, 4, 3), np.uint8), r'an array \[2, 20, 4, 4, 3\], its last axis colours; grey'),
+    (np.zeros((20, 8, 8, 3), np.uint8), r'an array \[20, 8, 8, 3\], its last axis colours; grey'),
     (np.zeros((0, 20, 4, 4), np.uint8), r'\[0, 20, 4, 4\] holds no frame'),
     (np.zeros((20, 4, 0), np.uint8), r'\[20, 4, 0\] holds no frame')])
 def test_arrays_that_are_no_clips_are_named(tmp_path, array, words):

@@ -68,7 +68,7 @@ def test_every_command_runs(tmp_path, monkeypatch, capfd):
       assert '| 0.001 |' in (tmp_path / 'sweep/table.md').read_text()
     elif arguments[:1] == ['plot'] and arguments[1].endswith('.toml'):
       folder = tmp_path / 'plots'
-      assert plot.main(['plot', *arguments[1:], f'--root={tmp_path}/sweep', f'--output={folder}', '--partial']) == 0
+      assert plot.main(['plot', *arguments[1:], f'--root={tmp_path}/runs', f'--output={folder}', '--partial']) == 0
       assert len(os.listdir(folder)) >= 2
     elif arguments[:1] == ['plot']:
       runs = [re.sub(r'^(--output=|)runs/', rf'\g<1>{tmp_path}/runs/', a) for a in arguments[1:]]

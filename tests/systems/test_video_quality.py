@@ -201,6 +201,8 @@ def test_baselines_equal_numpy():
   copied = ((np.float64(past[:, -1:]) - future)**2).sum((2, 3))
   want = {f'copy_last_mse_per_frame/{t + 1:02d}': copied[:, t].mean() for t in range(5)}
   want |= {'copy_last_mse_per_frame': copied.mean(), 'zero_mse_per_frame': (np.float64(future)**2).sum((2, 3)).mean()}
+  y = np.float64(future)
+  want['entropy_nats_per_frame'] = -(y * np.log(y) + (1 - y) * np.log(1 - y)).sum((2, 3)).mean()
   assert set(got) == set(want)
   for name, value in want.items():
     np.testing.assert_allclose(got[name], value, rtol=1e-5)

@@ -81,11 +81,18 @@ def _window_mean(x: jax.Array) -> jax.Array:
 def baselines(past: jax.Array, future: jax.Array, mask: jax.Array) -> Sums:
   """Errors of forecasting f32[B, T, H, W] without a network: the last seen frame again, and black.
 
-  Returns copy_last_mse_per_frame, the same of each frame (.../01 is the first), and zero_mse_per_frame.
+  Returns copy_last_mse_per_frame, the same of each frame (.../01 is the first), zero_mse_per_frame, and
+  entropy_nats_per_frame: the cross-entropy of a forecast that gives each grey pixel its own value, which none can beat.
   """
   copied = ((past[:, -1:] - future)**2).sum((-2, -1))
   return {'copy_last_mse_per_frame': _sum(copied, mask), **_horizons('copy_last_mse_per_frame', copied, mask),
-          'zero_mse_per_frame': _sum((future**2).sum((-2, -1)), mask)}
+          'zero_mse_per_frame': _sum((future**2).sum((-2, -1)), mask),
+          'entropy_nats_per_frame': _sum((_surprise(future) + _surprise(1 - future)).sum((-2, -1)), mask)}
+
+
+def _surprise(p: jax.Array) -> jax.Array:
+  """-p log p, which is 0 at 0."""
+  return -jax.scipy.special.xlogy(p, p)
 
 
 def state_range(tops: jax.Array, mask: jax.Array, prefix: str) -> Sums:

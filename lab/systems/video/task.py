@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from lab.config import choice, flatten
 from lab.metrics import ratios
-from lab.systems.video import draw, generate, model, output, quality
+from lab.systems.video import draw, generate, model, output, quality, registry
 from lab.task import ConfigError, Task
 
 log = logging.getLogger('lab')
@@ -43,10 +43,8 @@ def make_task(config) -> Task:
 
   def loss(params, stats, batch, key, step):
     past, truth = see(batch)
-    if config.model.feed in ('teacher', 'scheduled'):
-      made = run(params, past, truth, _use(config, truth, key, step))
-    else:
-      made = run(params, past)
+    fed = config.model.feed in ('teacher', 'scheduled')
+    made = run(params, past, truth, _use(config, truth, key, step)) if fed else run(params, past)
     kept = {k: v for k, v in judge(made, truth, batch['mask']).items() if k.endswith(TRAINED)}
     return weigh(made, truth, batch['mask']), (stats, kept)
 
@@ -63,6 +61,8 @@ def make_task(config) -> Task:
       found |= {k.replace('recon_', 'recon_teacher_forced_'): v for k, v in judge(taught, truth, mask).items()
                 if k.startswith('recon_') and k.endswith(TRAINED)}
     each = weigh(made, truth, mask)
+    errors = [found[f'{h}_mse_per_frame'] for h in lengths]
+    found['mse_per_frame'] = tuple(sum(column) for column in zip(*errors))     # of all heads, whatever is trained on
     found['loss'] = (sum((total / lengths[h] for h, (total, _) in each.items()), jnp.float32(0)), mask.sum())
     return found
 
@@ -92,7 +92,7 @@ def frames(config, batch):
 
 def terms(config, out, made, truth, mask):
   """head -> (weighted loss f32[], weight f32[]), a sum over sequences and frames, for the heads that `made` has."""
-  weights = {'recon': config.loss.recon_weight, 'pred': 1.0}
+  weights = {'recon': config.loss.recon_weight if config.model.heads == 'both' else 1.0, 'pred': 1.0}
   return {h: (config.loss.scale * weights[h] * (out.training_loss(made[h][0], truth[h]).sum(1) * mask).sum(),
               mask.sum() * truth[h].shape[1]) for h in weights if h in made}
 
@@ -161,22 +161,28 @@ def rules(config):
                   'outputs of a layer are independent'))
   if config.model.readout in ('linear', 'mlp') and not maps:
     found.append((r'readout/.*kernel$', P(None, split), 'pixels are independent'))
-  elif config.model.readout != 'copy':
-    found.append((r'readout/.*kernel$', P(), 'small, and of many shapes'))
+  elif config.model.readout == 'deconv':
+    m = config.model
+    found.append((r'readout/out/kernel$', P(), 'one output channel'))
+    if len(m.channels) > 1:
+      found.append((r'readout/deconv\d+/kernel$', P(None, None, None, split), 'output channels are independent'))
+    side = registry.map_sides(config.video.size, m.kernels, m.strides)[-1]
+    if not maps and (m.head[-1] != m.channels[-1] or side > 1):
+      found.append((r'readout/dense0/kernel$', P(None, split), 'pixels of the map are independent'))
+  elif maps and config.model.readout != 'copy':
+    found.append((r'readout/.*kernel$', P(), 'a product a patch, small'))
   return tuple(found)
 
 
 def finish(config, out, totals):
-  """The ratios; warns where the states that were seen can't reach the data through the readout."""
+  """The ratios; warns where no state at all could reach the data through the readout."""
   found = ratios(totals)
-  for head in HEADS[config.model.heads] if config.model.kind == 'seq2frames' and config.model.readout == 'copy' else ():
-    if f'{head}_h_min' not in found:
-      continue
-    low, high = out.reachable(found[f'{head}_h_min'], found[f'{head}_h_max'])
-    if low > 0.1 or high < 0.9:
-      log.warning('%s: its states reach from %.2f to %.2f, and so only pixels of %.2f to %.2f can be drawn; pixels '
-                  'are 0 to 1. A linear readout, or config.loss.multiply, opens the range', head,
-                  found[f'{head}_h_min'], found[f'{head}_h_max'], low, high)
+  low, high = out.reachable(-1, 1)                 # states of an LSTM lie in (-1, 1)
+  if config.model.kind == 'seq2frames' and config.model.readout == 'copy' and (low > 0.01 or high < 0.99):
+    for head in HEADS[config.model.heads]:
+      log.warning('%s: only pixels of %.3f to %.3f can be drawn, for the states (%.2f to %.2f so far) lie in (-1, 1), '
+                  'and pixels are 0 to 1. A linear readout, or config.loss.multiply, opens the range', head, low, high,
+                  found.get(f'{head}_h_min', -1), found.get(f'{head}_h_max', 1))
   return found
 
 

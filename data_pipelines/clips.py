@@ -24,34 +24,13 @@ SHARD_RECORDS = 1000         # a shard, where --shards allows as many
 
 @functools.cache
 def builder():
-  """The TFDS builder class; made when it is first needed, for TFDS takes seconds to import."""
-  import tensorflow_datasets as tfds
-
-  class VideoClips(tfds.core.GeneratorBasedBuilder):
-    """Sequences of grey frames, all of one length and size."""
-    VERSION = tfds.core.Version(VERSION)
-    name = NAME
-
-    def __init__(self, *, splits=None, **kwargs):
-      self.splits = splits or {}
-      super().__init__(**kwargs)
-
-    def _info(self):
-      kinds = tfds.features
-      numbers = {k: kinds.Tensor(shape=(None,), dtype=np.int64) for k in ('labels', 'digit_ids')}
-      pairs = {k: kinds.Tensor(shape=(None, 2), dtype=np.float32) for k in ('start', 'velocity')}
-      return tfds.core.DatasetInfo(
-          builder=self, description='Grey frames', disable_shuffling=True, features=kinds.FeaturesDict({
-              'video': kinds.Tensor(shape=(None,), dtype=np.uint8, encoding='bytes'),
-              'shape': kinds.Tensor(shape=(3,), dtype=np.int64), 'clip_id': kinds.Scalar(np.int64),
-              **numbers, **pairs}))
-
-    def _split_generators(self, dl_manager):
-      return {split: self._generate_examples(split) for split in self.splits}
-
-    def _generate_examples(self, split):
-      return ((int(r['clip_id']), r) for r in self.splits[split]())
-  return VideoClips
+  """The TFDS builder class of these records."""
+  def features(kinds):
+    numbers = {k: kinds.Tensor(shape=(None,), dtype=np.int64) for k in ('labels', 'digit_ids')}
+    pairs = {k: kinds.Tensor(shape=(None, 2), dtype=np.float32) for k in ('start', 'velocity')}
+    return {'video': kinds.Tensor(shape=(None,), dtype=np.uint8, encoding='bytes'),
+            'shape': kinds.Tensor(shape=(3,), dtype=np.int64), 'clip_id': kinds.Scalar(np.int64), **numbers, **pairs}
+  return prepared.builder(NAME, VERSION, 'Grey frames', features)
 
 
 class Sequences(NamedTuple):
@@ -70,12 +49,12 @@ def record(video: np.ndarray, clip_id: int, labels=(), digit_ids=(), start=(), v
 
 
 def write(out_dir: str, splits: Mapping[str, Sequences], *, options: dict, report: dict, shards: int) -> str:
-  """Writes the splits with at most `shards` files each, of at least SHARD_RECORDS records; returns the folder."""
+  """Writes the splits, at most `shards` files each, SHARD_RECORDS records in the largest one's; returns the folder."""
   counts = [s.count for s in splits.values()]
   shards = min(shards, -(-max(counts) // SHARD_RECORDS), *counts)       # a shard has at least one record
 
   def counted(split, found):
-    return lambda: prepared.progress(found.records(), split, found.count)
+    return lambda: ((int(r['clip_id']), r) for r in prepared.progress(found.records(), split, found.count))
   return prepared.write(builder(), out_dir, {k: counted(k, s) for k, s in splits.items()}, dataset='clips',
                         options={**options, 'shards': shards}, shards=shards,
                         describe=lambda: ({k: s.facts for k, s in splits.items()}, report))

@@ -25,32 +25,13 @@ PEOPLE = {                   # field -> shape and dtype of a person's row in a r
 
 @functools.cache
 def builder():
-  """The TFDS builder class; made when it is first needed, for TFDS takes seconds to import."""
-  import tensorflow_datasets as tfds
-
-  class CocoPose(tfds.core.GeneratorBasedBuilder):
-    """Person keypoints in COCO's format."""
-    VERSION = tfds.core.Version(VERSION)
-    name = NAME
-
-    def __init__(self, *, splits=None, **kwargs):
-      self.splits = splits or {}
-      super().__init__(**kwargs)
-
-    def _info(self):
-      kinds = tfds.features
-      rows = {k: kinds.Tensor(shape=(None, *shape), dtype=np.dtype(dtype)) for k, (shape, dtype) in PEOPLE.items()}
-      return tfds.core.DatasetInfo(builder=self, description='COCO person keypoints', features=kinds.FeaturesDict({
-          'image': kinds.Image(shape=(None, None, 3), encoding_format='jpeg'),
-          'ignore': kinds.Image(shape=(None, None, 1), encoding_format='png'),
-          'image_id': kinds.Scalar(np.int64), 'size': kinds.Tensor(shape=(2,), dtype=np.int64), **rows}))
-
-    def _split_generators(self, dl_manager):
-      return {split: self._generate_examples(split) for split in self.splits}
-
-    def _generate_examples(self, split):
-      return self.splits[split]()
-  return CocoPose
+  """The TFDS builder class of these records."""
+  def features(kinds):
+    rows = {k: kinds.Tensor(shape=(None, *shape), dtype=np.dtype(dtype)) for k, (shape, dtype) in PEOPLE.items()}
+    return {'image': kinds.Image(shape=(None, None, 3), encoding_format='jpeg'),
+            'ignore': kinds.Image(shape=(None, None, 1), encoding_format='png'),
+            'image_id': kinds.Scalar(np.int64), 'size': kinds.Tensor(shape=(2,), dtype=np.int64), **rows}
+  return prepared.builder(NAME, VERSION, 'COCO person keypoints', features, shuffled=True)
 
 
 def prepare(raw_dir: str, out_dir: str, *, shards: int = 64) -> tuple[str, dict]:

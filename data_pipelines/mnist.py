@@ -36,31 +36,10 @@ class Digits(NamedTuple):
 
 @functools.cache
 def builder():
-  """The TFDS builder class; made when it is first needed, for TFDS takes seconds to import."""
-  import tensorflow_datasets as tfds
-
-  class MnistDigits(tfds.core.GeneratorBasedBuilder):
-    """Handwritten digits, each one whole record."""
-    VERSION = tfds.core.Version(VERSION)
-    name = NAME
-
-    def __init__(self, *, splits=None, **kwargs):
-      self.splits = splits or {}
-      super().__init__(**kwargs)
-
-    def _info(self):
-      kinds = tfds.features
-      return tfds.core.DatasetInfo(
-          builder=self, description='MNIST digits', disable_shuffling=True, features=kinds.FeaturesDict({
-              'digit': kinds.Tensor(shape=(SIDE, SIDE), dtype=np.uint8, encoding='bytes'),
-              'label': kinds.Scalar(np.int64), 'digit_id': kinds.Scalar(np.int64)}))
-
-    def _split_generators(self, dl_manager):
-      return {split: self._generate_examples(split) for split in self.splits}
-
-    def _generate_examples(self, split):
-      return self.splits[split]()
-  return MnistDigits
+  """The TFDS builder class of these records."""
+  return prepared.builder(NAME, VERSION, 'MNIST digits', lambda kinds: {
+      'digit': kinds.Tensor(shape=(SIDE, SIDE), dtype=np.uint8, encoding='bytes'),
+      'label': kinds.Scalar(np.int64), 'digit_id': kinds.Scalar(np.int64)})
 
 
 def prepare(raw_dir: str, out_dir: str, *, shards: int = 64) -> tuple[str, dict]:

@@ -63,6 +63,37 @@ def write(builder_class, out_dir: str, splits: Mapping[str, Callable[[], Iterabl
   return final
 
 
+def builder(name: str, version: str, description: str, features: Callable[[Any], dict], *, shuffled: bool = False):
+  """A TFDS builder class for `write`; it takes seconds to import TFDS, so make it when it is first needed.
+
+  Args:
+    features: tfds.features -> the fields of a record.
+    shuffled: whether TFDS mixes the records; they lie in the order of the examples otherwise.
+  """
+  import tensorflow_datasets as tfds
+  registered = name                # TFDS notes a class by its name as soon as it is there
+
+  class Builder(tfds.core.GeneratorBasedBuilder):
+    """Writes the examples that it is given."""
+    VERSION = tfds.core.Version(version)
+    name = registered
+
+    def __init__(self, *, splits=None, **kwargs):
+      self.splits = splits or {}
+      super().__init__(**kwargs)
+
+    def _info(self):
+      return tfds.core.DatasetInfo(builder=self, description=description, disable_shuffling=not shuffled,
+                                   features=tfds.features.FeaturesDict(features(tfds.features)))
+
+    def _split_generators(self, dl_manager):
+      return {split: self._generate_examples(split) for split in self.splits}
+
+    def _generate_examples(self, split):
+      return self.splits[split]()
+  return Builder
+
+
 @contextlib.contextmanager
 def _locked(out_dir: str):
   """One writer at a time; the system frees the lock of a killed process."""

@@ -10,6 +10,7 @@ from data_pipelines import DataError, clips as arrays, films, images
 
 FILMS = (*films.CODECS, '.mkv', '.webm', '.mpg', '.mpeg')      # looked for in a folder
 ARRAYS = ('.npy', '.npz')                                      # .npz to be told what to do with it
+LAYOUTS = ('TNHW', 'NTHW')                                     # in an array's name: digits.TNHW.npy
 FPS = 8                                                        # of a written GIF
 
 
@@ -77,7 +78,8 @@ def open_video(path: str, size: int, frames: int, name: str = '') -> Iterator[tu
   """The clips of a .npy array or a film: names and u8[T, size, size], T at most `frames`.
 
   Frames of another size are cropped to the square in their middle and resized by the mean over areas; colours become
-  grey as ITU-R BT.601 weighs them. Of an array [T, N, H, W] or [N, T, H, W] the axis of `frames` entries is the time.
+  grey as ITU-R BT.601 weighs them. Of an array [T, N, H, W] or [N, T, H, W] the axis of `frames` entries is the time,
+  if the other one has fewer; a file that is called something.TNHW.npy or .NTHW.npy says it itself.
 
   Args:
     name: of the clips; the file's own without its suffix. Of an array with several they are NAME#0, NAME#1, ...
@@ -86,7 +88,7 @@ def open_video(path: str, size: int, frames: int, name: str = '') -> Iterator[tu
     a DataError instead of the frames, where some of a clip's values are wrong; the other clips follow.
 
   Raises:
-    DataError: a file that can't be read.
+    DataError: a file that can't be read, or an array of which either axis may be the time.
   """
   name = name or os.path.splitext(os.path.basename(path))[0]
   if not path.lower().endswith(ARRAYS):
@@ -94,13 +96,28 @@ def open_video(path: str, size: int, frames: int, name: str = '') -> Iterator[tu
       found = [_square(grey(f), size) for f in itertools.islice(film.frames, frames)]
     yield name, np.stack(found)
     return
-  view = arrays.array(path, 'auto', frames)
+  view = _clips(path, frames)
   for i in range(len(view)):
     try:
       video = np.stack([_square(f, size) for f in arrays.clip(path, view, i, 0, frames)])
     except DataError as e:
       video = e
     yield (f'{name}#{i}' if len(view) > 1 else name), video
+
+
+def _clips(path: str, frames: int) -> np.ndarray:
+  """The view [N, T, H, W] of an array. Where either of its axes may be the time neither is taken: one is nonsense."""
+  stem, suffix = os.path.splitext(os.path.basename(path))
+  stated = stem.rpartition('.')[2] in LAYOUTS
+  view = arrays.array(path, stem.rpartition('.')[2] if stated else 'NTHW')
+  first, second = view.shape[:2]
+  if stated or first == 1 or second == frames > first:
+    return view
+  if first == frames > second:
+    return view.swapaxes(0, 1)
+  raise DataError(f'{path}: an array {list(view.shape)} may be [T, N, H, W] or [N, T, H, W]; it tells by itself only '
+                  f'where one of the first two axes is {frames}, the frames of a clip, and the other is less. Call it '
+                  f'{stem}.TNHW{suffix} or {stem}.NTHW{suffix}, or save each clip as an array [T, H, W]')
 
 
 def grey(frame: np.ndarray) -> np.ndarray:

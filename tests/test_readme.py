@@ -48,10 +48,11 @@ def lab(arguments, folder):
     out.append('--nodistributed' if a == '--distributed' else a)
   mode = next((a.partition('=')[2] for a in out if a.startswith('--mode=')), 'train')
   more = {'train': SMALL, 'lr_find': ('--config.lr_find.steps=5', SMALL[0]), 'page': (), 'inspect': ()}
+  clips = ('--config.data.digits=2', '--config.data.pool=1') if 'data/clips' in ' '.join(out) else ()
   if '--config.continue_from=' in ' '.join(out):
     more['train'] = (SMALL[0], '--config.total_steps=3', '--config.eval_steps=0',
                      '--config.optim.continuation_steps=1')
-  return [*DEFAULTS, *out, *more.get(mode, ('--config.input.eval_batch_size=8',))]
+  return [*DEFAULTS, *out, *clips, *more.get(mode, ('--config.input.eval_batch_size=8',))]
 
 
 @pytest.mark.timeout(900)

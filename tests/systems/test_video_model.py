@@ -14,7 +14,8 @@ from lab.task import ConfigError
 KEY = jax.random.key(0, impl='unsafe_rbg')               # compiles several times faster than threefry
 SIZE, PAST, FUTURE, BATCH = 4, 3, 4, 2
 TINY = {'video.size': SIZE, 'video.past': PAST, 'video.future': FUTURE, 'model.encoder': (5, 6), 'model.head': (5, 6),
-        'model.dtype': 'float32', 'model.feed': 'output', 'model.readout_width': 7, 'model.embed_widths': (8, 7)}
+        'model.dtype': 'float32', 'model.feed': 'output'}
+MLP = {'model.embed': 'mlp', 'model.embed_widths': (8, 7)}
 # a 64 px frame through the five convolutions, with few channels
 SMALL_CNN = {'model.channels': (3, 4, 4, 4, 5), 'model.encoder': (5, 5), 'model.head': (5, 5)}
 
@@ -150,7 +151,7 @@ def test_peepholes_at_zero_are_a_plain_lstm():
 
 
 def test_stepwise_equals_fused_for_maps():
-  over = {**TINY, 'video.size': 8, 'model.patch': 4, 'model.encoder': (3, 4), 'model.head': (3, 4), 'model.kernel': 3}
+  over = {**TINY, 'video.size': 8, 'model.encoder': (3, 4), 'model.head': (3, 4), 'model.kernel': 3}
   results = []
   for fuse in (True, False):
     net, lengths, shapes = build(over, cell='convlstm', embed='patch', feed='zero', fuse_input=fuse)
@@ -201,7 +202,7 @@ def test_truth_is_fed_where_it_should_be():
 
 
 def test_a_head_that_is_fed_nothing_has_no_input_kernel():
-  _, _, shapes = build(TINY, feed='zero', embed='mlp')
+  _, _, shapes = build(TINY, MLP, feed='zero')
   names = set(flat(shapes))
   assert 'encoder/layer0/input' in names and 'pred/layer1/input' in names
   assert not any(n.startswith(('pred/layer0/input', 'pred/embed', 'recon/layer0/input', 'recon/embed')) for n in names)
@@ -321,9 +322,9 @@ def test_start():
 
 
 def test_bfloat16_loss_is_near():
-  over, losses = {**TINY, 'model.encoder': (32, 32), 'model.head': (32, 32)}, []
+  over, losses = {**TINY, **MLP, 'model.encoder': (32, 32), 'model.head': (32, 32), 'model.readout_width': 7}, []
   for dtype in ('float32', 'bfloat16'):
-    net, lengths, shapes = build(over, dtype=dtype, embed='mlp', readout='mlp')
+    net, lengths, shapes = build(over, dtype=dtype, readout='mlp')
     made = fast(lambda p: net.apply({'params': p}, frames(), lengths))(drawn(shapes, 2.0))
     assert {leaf.dtype for leaf in jax.tree.leaves(made)} == {jnp.dtype('float32')}
     losses.append(float(output.cross_entropy(made['pred'][0], frames(FUTURE, seed=2)).mean()))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_pipelines import films
+from data_pipelines import DataError, clip_inputs, films
 from lab import main
 from tests.conftest import ROOT
 
@@ -92,6 +92,33 @@ def test_arrays_and_films_of_a_folder(trained, tmp_path, caplog):
   assert frames(out / 'seen.png')[1] == (6 + 5 * 66, 3 * 66)      # input, reconstruction, forecast
   for name in ('few', 'objects', 'nan'):
     assert f'{name}.npy' in caplog.text
+
+
+@pytest.mark.parametrize('shape', [(10, 12), (12, 10), (10, 10), (12, 4), (10, 300)])
+def test_an_array_with_two_readings_is_refused_until_its_name_says_which(shape, tmp_path):
+  """5 + 5 frames: the axis of 10 may be the time, or the other one's clips may be ten and cut."""
+  array = np.random.default_rng(0).integers(0, 256, (*shape, 16, 16), np.uint8)
+  read = lambda path: list(clip_inputs.clips(str(path), str(tmp_path), lambda: False, 16, 5, 5))
+  np.save(tmp_path / 'a.npy', array)
+  error, = read(tmp_path / 'a.npy')
+  assert isinstance(error, DataError) and f'array [{shape[0]}, {shape[1]}, 16, 16] may be' in str(error)
+  assert 'Call it a.TNHW.npy or a.NTHW.npy, or save each clip as an array [T, H, W]' in str(error)
+  for name, clips in (('a.NTHW', array), ('a.TNHW', array.swapaxes(0, 1))):
+    np.save(tmp_path / f'{name}.npy', array)
+    found = read(tmp_path / f'{name}.npy')
+    assert len(found) == len(clips)
+    if clips.shape[1] < 5:
+      assert all('config.video.past = 5 are needed' in str(e) for e in found)
+      continue
+    assert [b['name'] for b in found] == [[f'{name}#{i}'] for i in range(len(clips))]
+    assert all(np.array_equal(b['video'][0, :b['known'][0]], c[:10]) for b, c in zip(found, clips))
+
+
+@pytest.mark.parametrize('shape, count', [((10, 4), 4), ((4, 10), 4), ((10, 1), 1), ((1, 12), 1)])
+def test_an_array_with_one_reading_is_read(shape, count, tmp_path):
+  np.save(tmp_path / 'a.npy', np.zeros((*shape, 16, 16), np.uint8))
+  found = list(clip_inputs.clips(str(tmp_path / 'a.npy'), str(tmp_path), lambda: False, 16, 5, 5))
+  assert len(found) == count and all(batch['known'] == [10] for batch in found)
 
 
 def test_more_digits_and_longer_forecasts_leave_the_evaluation_in_place(trained, tmp_path):

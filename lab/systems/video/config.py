@@ -28,7 +28,7 @@ def get_config() -> ConfigDict:
   config.loss = ConfigDict({
       'combo': '0sb',            # range, activation, loss: 0sb 0sm 0nm 1tm 1nm 5tm; lab/systems/video/output.py
       'multiply': 1.0,           # the readout, before the activation
-      'recon_weight': 1.0,       # of the reconstruction, beside the forecast
+      'recon_weight': 1.0,       # heads = both: of the reconstruction, beside the forecast
       'scale': 1.0,              # of the whole loss; batch x frames makes the sum that the paper's code descends
       'scheduled_steps': 0,      # feed = scheduled: updates until no true frame is fed any more; 0: total_steps
   })
@@ -40,7 +40,7 @@ def _network(config) -> None:
   config.model = ConfigDict({
       'kind': 'seq2frames',      # recurrent, step by step; or simvp, all frames at once by convolutions
       'heads': 'both',           # recon (the past), pred (the future) or both
-      'recon_order': 'reversed', # last seen frame first; or forward
+      'recon_order': 'reversed', # of recon: last seen frame first; or forward
       'feed': 'output',          # into a head: zero, output (its own last frame), hidden (its own last state), teacher
                                  # (the true last frame) or scheduled (true with a probability that falls to 0)
       'embed': 'flatten',        # what a cell sees of a frame: flatten, mlp, cnn or patch; a map for convlstm, or else
@@ -61,7 +61,7 @@ def _network(config) -> None:
       'init': 'default',         # default (Glorot; recurrent orthogonal) or uniform (+-.01, peepholes +-.1, biases 0)
       'fuse_input': True,        # inputs of all steps in one product where they are known before
       'dtype': 'bfloat16',       # of products; parameters, cell states, readout and loss are float32
-      # simvp reads dtype and these alone
+      # simvp reads heads, dtype and these alone; a key that the chosen network does not read must stay as it is
       'hid_s': 64,               # simvp: channels of the spatial encoder and decoder
       'hid_t': 512,              # simvp: channels of the translator
       'n_s': 4,                  # simvp: layers of the spatial encoder, and of the decoder

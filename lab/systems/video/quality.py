@@ -28,7 +28,9 @@ def sums(frames: jax.Array, logits: jax.Array | None, truth: jax.Array, mask: ja
     prefix: of the names, 'pred' or 'recon'.
 
   Returns, under '<prefix>_...':
-    mse_per_frame, mae_per_frame: squared and absolute error, summed over pixels; mse_per_frame/01 of the first frame.
+    mse_per_frame, mae_per_frame: squared and absolute error, summed over pixels.
+    mse_per_frame/01, /02, ...: of each frame by itself, as they lie in `frames`; the task gives them in the order of
+      time, so recon_mse_per_frame/01 is of the first frame seen, also where the head gives the last one first.
     mse_per_pixel: the mean over pixels.
     bce_nats_per_frame: Bernoulli cross-entropy, summed over pixels.
     ssim, psnr_db: of frames clipped to [0, 1], over a data range of 1. There is no SSIM of frames under 7 px.

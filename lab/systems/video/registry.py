@@ -1,6 +1,7 @@
 """Which models can be built: the combinations that are impossible, and the models that the notes name."""
 
-from lab.config import choice
+from lab.config import choice, flatten
+from lab.systems.video import config as shape
 from lab.task import ConfigError
 
 CHOICES = {
@@ -15,6 +16,22 @@ CHOICES = {
     'init': ('default', 'uniform'),
     'dtype': ('bfloat16', 'float32'),
 }
+
+# keys that not every network reads; {deciding key: its values with which they are read}, any of which will do
+READ_IF = (
+    (('model.feed', 'model.recon_order', 'model.embed', 'model.embed_widths', 'model.channels', 'model.kernels',
+      'model.strides', 'model.patch', 'model.cell', 'model.encoder', 'model.head', 'model.kernel', 'model.readout',
+      'model.readout_width', 'model.handover', 'model.init', 'model.fuse_input'), {'model.kind': ('seq2frames',)}),
+    (('model.hid_s', 'model.hid_t', 'model.n_s', 'model.n_t'), {'model.kind': ('simvp',)}),
+    (('model.recon_order',), {'model.heads': ('recon', 'both')}),
+    (('model.embed_widths',), {'model.embed': ('mlp',)}),
+    (('model.patch',), {'model.embed': ('patch',)}),
+    (('model.channels', 'model.kernels', 'model.strides'), {'model.embed': ('cnn',), 'model.readout': ('deconv',)}),
+    (('model.kernel',), {'model.cell': ('convlstm',)}),
+    (('model.readout_width',), {'model.readout': ('mlp',)}),
+    (('loss.recon_weight',), {'model.heads': ('both',)}),
+    (('loss.scheduled_steps',), {'model.feed': ('scheduled',)}),
+)
 
 _CNN = {
     'model.embed': 'cnn', 'model.readout': 'deconv', 'model.kernels': (4, 5, 4, 4, 3),
@@ -91,12 +108,29 @@ def map_sides(size: int, kernels, strides) -> list[int]:
 
 
 def check(config) -> None:
-  """Raises ConfigError for a network that can't be built, naming the key; config is the whole configuration."""
+  """Raises ConfigError for a network that can't be built, or a key of it that nothing would read, naming the key.
+
+  config is the whole configuration.
+  """
   for key, options in CHOICES.items():
     choice(config, f'model.{key}', options)
-  if config.model.kind == 'simvp':
-    _check_simvp(config.model, config.video.size)
-    return
+  (_check_simvp if config.model.kind == 'simvp' else _check_seq2frames)(config)
+  flat = flatten(config)
+  for keys, readers in READ_IF:
+    if not any(flat[key] in values for key, values in readers.items()):
+      only = ' or '.join(f'config.{key} = {value!r}' for key, values in readers.items() for value in values)
+      expect_default(config, keys, f'it is read with {only} alone')
+
+
+def expect_default(config, keys, why: str) -> None:
+  """Raises ConfigError for a key that was set although nothing reads it, for the reason `why`."""
+  default, flat = flatten(shape.get_config()), flatten(config)
+  for key in keys:
+    if flat[key] != default[key]:
+      raise ConfigError(f'config.{key} = {flat[key]!r}: expected {default[key]!r}, for {why}')
+
+
+def _check_seq2frames(config) -> None:
   for key in ('encoder', 'head', 'embed_widths'):
     if not config.model[key] or any(type(w) is not int or w < 1 for w in config.model[key]):
       raise ConfigError(f'config.model.{key} = {config.model[key]}: expected a width for each layer, at least one')
@@ -105,7 +139,8 @@ def check(config) -> None:
   _check_handover(config.model)
 
 
-def _check_simvp(m, size: int) -> None:
+def _check_simvp(config) -> None:
+  m, size = config.model, config.video.size
   if m.heads != 'pred':
     raise ConfigError(f"config.model.heads = {m.heads!r}: simvp only forecasts; expected 'pred'")
   for key, least in (('hid_s', 1), ('hid_t', 1), ('n_s', 1), ('n_t', 2)):

@@ -9,7 +9,7 @@ import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
-from data_pipelines import clip_inputs, moving_mnist
+from data_pipelines import clip_inputs, clips, moving_mnist
 from jax.sharding import PartitionSpec as P
 
 from lab.config import choice, flatten
@@ -19,6 +19,7 @@ from lab.task import ConfigError, Task
 
 log = logging.getLogger('lab')
 HEADS = {'recon': ('recon',), 'pred': ('pred',), 'both': ('recon', 'pred')}
+GENERATED = tuple(f'data.{key}' for key in ('digits', 'pool', 'speed_min', 'speed_max', 'bounce'))
 TRAINED = ('mse_per_frame', 'bce_nats_per_frame')       # logged in training; the rest takes time, and is evaluation's
 
 
@@ -30,7 +31,7 @@ def make_task(config) -> Task:
   lengths = {'recon': config.video.past, 'pred': config.video.future}
   lengths = {h: lengths[h] for h in HEADS[config.model.heads]}
 
-  see, judge = functools.partial(frames, config), functools.partial(sums, out)
+  see, judge = functools.partial(frames, config), functools.partial(sums, config, out)
   weigh = functools.partial(terms, config, out)
 
   def run(params, past, truth=None, use=None):
@@ -69,42 +70,50 @@ def make_task(config) -> Task:
   def predict(params, stats, batch, key):
     del stats, key
     past, truth = see(batch)
-    made = {h: to_bytes(out.to_unit(out.activate(x[0]))) for h, x in run(params, past).items() if h in lengths}
-    if 'recon' in made and config.model.recon_order == 'reversed':
-      made['recon'] = made['recon'][:, ::-1]
+    made = {h: in_time(config, h, to_bytes(out.to_unit(out.activate(x[0])))) for h, x in run(params, past).items()
+            if h in lengths}
     return {**made, 'past': to_bytes(past), 'future': to_bytes(truth['pred'])}
 
-  def source(split):
-    return moving_mnist.source(config.data.dir, config.data[split], config.data, config.video)
-
-  return Task(init=init, loss=loss, measure=measure, predict=predict, source=source, records=records, picture=picture,
-              rules=rules(config), finish=functools.partial(finish, config, out),
+  return Task(init=init, loss=loss, measure=measure, predict=predict, source=functools.partial(source, config),
+              records=records, picture=picture, rules=rules(config), finish=functools.partial(finish, config, out),
               inputs=functools.partial(clip_inputs.clips, size=config.video.size, past=config.video.past,
                                        future=config.video.future))
+
+
+def source(config, split):
+  """A split of the data set; ConfigError for a key of the generator that was set where the sequences are fixed."""
+  found = moving_mnist.source(config.data.dir, config.data[split], config.data, config.video)
+  if found.decode is clips.decode:
+    registry.expect_default(config, GENERATED, f'the sequences in {config.data.dir} are fixed')
+  return found
 
 
 def frames(config, batch):
   """The frames seen f32[B, P, S, S] and those that each head has to give, in its order, all in (0, 1)."""
   clip = generate.clip(batch, config)
   past, future = clip[:, :config.video.past], clip[:, config.video.past:]
-  return past, {'recon': past[:, ::-1] if config.model.recon_order == 'reversed' else past, 'pred': future}
+  return past, {'recon': in_time(config, 'recon', past), 'pred': future}
+
+
+def in_time(config, head, x):
+  """[B, T, ...] from the order in which a head gives its frames to that of time; and back."""
+  return x[:, ::-1] if head == 'recon' and config.model.recon_order == 'reversed' else x
 
 
 def terms(config, out, made, truth, mask):
   """head -> (weighted loss f32[], weight f32[]), a sum over sequences and frames, for the heads that `made` has."""
-  weights = {'recon': config.loss.recon_weight if config.model.heads == 'both' else 1.0, 'pred': 1.0}
+  weights = {'recon': config.loss.recon_weight, 'pred': 1.0}
   return {h: (config.loss.scale * weights[h] * (out.training_loss(made[h][0], truth[h]).sum(1) * mask).sum(),
               mask.sum() * truth[h].shape[1]) for h in weights if h in made}
 
 
-def sums(out, made, truth, mask):
-  """What is measured of every head that `made` has; see quality.py."""
+def sums(config, out, made, truth, mask):
+  """What is measured of every head that `made` has, frame by frame in the order of time; see quality.py."""
   found = {}
   for h in truth:
     if h in made:
-      logits = made[h][0]
-      found |= quality.sums(out.to_unit(out.activate(logits)), logits if out.loss_from_logits else None, truth[h], mask,
-                            h)
+      logits, right = in_time(config, h, made[h][0]), in_time(config, h, truth[h])
+      found |= quality.sums(out.to_unit(out.activate(logits)), logits if out.loss_from_logits else None, right, mask, h)
   return found
 
 

@@ -6,7 +6,16 @@
                                                 [--frames=20] [--size=64] [--seed=0]
   python -m data_pipelines.prepare clips --raw_dir=FILE_OR_FOLDER --out_dir=OUT [--layout=auto|TNHW|NTHW] [--frames=20]
                                          [--parity_split]
+  python -m data_pipelines.prepare corpus --raw_dir=FILE_OR_FOLDER --out_dir=OUT
+                                          --tokenizer=PATH|wordpiece|bpe|chars [--vocabulary=8192] [--length=128]
+                                          [--parity_split]
+  python -m data_pipelines.prepare cola --raw_dir=COLA --out_dir=OUT --tokenizer=PATH
+  python -m data_pipelines.prepare sst2 --raw_dir=SST2 --out_dir=OUT --tokenizer=PATH
   python -m data_pipelines.prepare verify FOLDER        (or --dir=FOLDER)
+
+A tokenizer is a tokenizer.json, vocab.txt, or vocab.json and merges.txt, or the folder of one; a prepared corpus is one
+too. Text files and their splits: data_pipelines/documents.py. cola and sst2 also take --raw_dir=glue/cola or glue/sst2,
+what TFDS has prepared.
 
 Prints a report of what is in the data as JSON. A killed run leaves nothing half under the final name; start it again.
 Exit codes: 0 done or clean, 2 bad usage, 3 broken data, 6 no space.
@@ -17,7 +26,8 @@ import importlib
 import json
 import os
 import sys
-from typing import NamedTuple
+import types
+from typing import Any, Mapping, NamedTuple
 
 from absl import flags
 
@@ -28,11 +38,13 @@ class Dataset(NamedTuple):
   """A data set's module, with prepare(raw_dir, out_dir, *, shards, OPTIONS...) -> (folder, report).
 
   Where a manifest names the data set, check(record) -> what is wrong or ''. `options` are flags that it takes beside
-  those that all take; `file`: --raw_dir may be a file.
+  those that all take; `given` are arguments that it always gets; `file`: --raw_dir may be a file; `tfds`: or this name.
   """
   module: str
   options: tuple[str, ...] = ()
+  given: Mapping[str, Any] = types.MappingProxyType({})
   file: bool = False
+  tfds: str = ''
 
 
 DATASETS = {
@@ -40,10 +52,13 @@ DATASETS = {
     'mnist': Dataset('data_pipelines.mnist'),
     'moving_mnist': Dataset('data_pipelines.moving_mnist', ('digits', 'sequences', 'frames', 'size', 'seed')),
     'clips': Dataset('data_pipelines.clips', ('layout', 'frames', 'parity_split'), file=True),
+    'corpus': Dataset('data_pipelines.corpus', ('tokenizer', 'vocabulary', 'length', 'parity_split'), file=True),
+    'cola': Dataset('data_pipelines.glue', ('tokenizer',), {'task': 'cola'}, tfds='glue/cola'),
+    'sst2': Dataset('data_pipelines.glue', ('tokenizer',), {'task': 'sst2'}, tfds='glue/sst2'),
 }
 OPTIONS = sorted({o for d in DATASETS.values() for o in d.options})
 FLAGS = flags.FlagValues()
-flags.DEFINE_string('raw_dir', '', 'Folder of the raw files; of clips also one file.', flag_values=FLAGS)
+flags.DEFINE_string('raw_dir', '', 'Folder of the raw files; of clips and corpus also one file.', flag_values=FLAGS)
 flags.DEFINE_string('out_dir', '', 'Folder that gets NAME/VERSION/ with the prepared data.', flag_values=FLAGS)
 flags.DEFINE_string('dir', '', 'Prepared folder to verify.', flag_values=FLAGS)
 flags.DEFINE_integer('shards', 64, 'Files a split, at most its records.', lower_bound=1, flag_values=FLAGS)
@@ -56,6 +71,10 @@ flags.DEFINE_enum('layout', 'auto', ('auto', 'TNHW', 'NTHW'), 'Axes of arrays: t
                   flag_values=FLAGS)
 flags.DEFINE_boolean('parity_split', False, 'Divide one file: nine tenths train, one tenth validation.',
                      flag_values=FLAGS)
+flags.DEFINE_string('tokenizer', '', 'Path of a tokenizer; of a corpus also the kind to train: wordpiece, bpe, chars.',
+                    flag_values=FLAGS)
+flags.DEFINE_integer('vocabulary', 8192, 'Ids of a trained tokenizer, at most.', lower_bound=1, flag_values=FLAGS)
+flags.DEFINE_integer('length', 128, 'Ids of a window.', lower_bound=3, flag_values=FLAGS)
 flags.DEFINE_boolean('help', False, 'Print this help.', flag_values=FLAGS)
 FLAGS.set_gnu_getopt(True)
 
@@ -127,10 +146,14 @@ def _prepare(name: str, dataset: Dataset) -> tuple[str, dict]:
   for folder in ('raw_dir', 'out_dir'):
     if not FLAGS[folder].value:
       raise UsageError(f'{name} needs --{folder}')
-  if not os.path.isdir(FLAGS.raw_dir) and not (dataset.file and os.path.isfile(FLAGS.raw_dir)):
+  if 'tokenizer' in dataset.options and not FLAGS.tokenizer:
+    raise UsageError(f'{name} needs --tokenizer')
+  file = dataset.file and os.path.isfile(FLAGS.raw_dir)
+  if not os.path.isdir(FLAGS.raw_dir) and not file and FLAGS.raw_dir != dataset.tfds:
     raise DataError(f'--raw_dir={FLAGS.raw_dir}: no such {"file or " * dataset.file}folder')
   options = {o: FLAGS[o].value for o in dataset.options}
-  return importlib.import_module(dataset.module).prepare(FLAGS.raw_dir, FLAGS.out_dir, shards=FLAGS.shards, **options)
+  module = importlib.import_module(dataset.module)
+  return module.prepare(FLAGS.raw_dir, FLAGS.out_dir, shards=FLAGS.shards, **dataset.given, **options)
 
 
 def main(argv: list[str]) -> int:

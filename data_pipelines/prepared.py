@@ -3,8 +3,8 @@
   OUT_DIR/NAME/VERSION/   TFRecord shards and TFDS metadata; manifest.json is written last
   OUT_DIR/.incomplete/    what a killed run left behind; the next one starts over
 
-The manifest: dataset, options (what the records were made from), report, and for each split `records`, `facts` and
-`shards` (file name -> sha256).
+The manifest: dataset, options (what the records were made from), report, `beside` (other files of the folder), and for
+each split `records`, `facts` and `shards`; files are name -> sha256.
 """
 
 import contextlib
@@ -16,7 +16,9 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import time
+import types
 from typing import Any, Callable, Iterable, Iterator, Mapping
 
 import numpy as np
@@ -28,7 +30,8 @@ MANIFEST = 'manifest.json'
 
 
 def write(builder_class, out_dir: str, splits: Mapping[str, Callable[[], Iterable]], *, dataset: str,
-          options: Mapping[str, Any], shards: int, describe: Callable[[], tuple[dict, dict]]) -> str:
+          options: Mapping[str, Any], shards: int, describe: Callable[[], tuple[dict, dict]],
+          beside: Mapping[str, str] = types.MappingProxyType({})) -> str:
   """Runs a TFDS builder into OUT_DIR/NAME/VERSION; returns that folder.
 
   Args:
@@ -36,9 +39,8 @@ def write(builder_class, out_dir: str, splits: Mapping[str, Callable[[], Iterabl
     options: what tells this data set from another made by the same builder; a folder that holds another is refused.
     shards: how many files each split gets.
     describe: called after the last example; returns (facts of each split, report).
+    beside: other files of the folder, name -> text; a tokenizer, say.
   """
-  if '://' in out_dir:
-    raise DataError(f'--out_dir={out_dir}: prepare into a local folder, then copy it there')
   version = str(builder_class.VERSION)
   final = os.path.join(out_dir, builder_class.name, version)
   with _locked(out_dir):
@@ -49,18 +51,30 @@ def write(builder_class, out_dir: str, splits: Mapping[str, Callable[[], Iterabl
     work = os.path.join(out_dir, '.incomplete')
     shutil.rmtree(work, ignore_errors=True)
     try:
-      folder = _build(builder_class, work, splits, shards)
-      facts, report = describe()
-      _describe(folder, {'dataset': dataset, 'options': options, 'report': report}, facts)
-      os.makedirs(os.path.dirname(final), exist_ok=True)
-      os.rename(folder, final)
-    except OSError as e:
-      if e.errno == errno.ENOSPC:
-        raise TooLarge(f'{out_dir}: no space left on the disk') from None
-      raise
+      with space(out_dir):
+        folder = _build(builder_class, work, splits, shards)
+        facts, report = describe()
+        for name, text in beside.items():
+          with open(os.path.join(folder, name), 'w', encoding='utf-8', newline='') as f:
+            f.write(text)
+        others = {name: sha256(os.path.join(folder, name)) for name in beside}
+        _describe(folder, {'dataset': dataset, 'options': options, 'report': report, 'beside': others}, facts)
+        os.makedirs(os.path.dirname(final), exist_ok=True)
+        os.rename(folder, final)
     finally:
       shutil.rmtree(work, ignore_errors=True)
   return final
+
+
+@contextlib.contextmanager
+def space(out_dir: str):
+  """Raises TooLarge where what is done inside finds the disk full."""
+  try:
+    yield
+  except OSError as e:
+    if e.errno == errno.ENOSPC:
+      raise TooLarge(f'{out_dir}: no space left on the disk') from None
+    raise
 
 
 def builder(name: str, version: str, description: str, features: Callable[[Any], dict], *, shuffled: bool = False):
@@ -94,15 +108,26 @@ def builder(name: str, version: str, description: str, features: Callable[[Any],
   return Builder
 
 
+def _opened(out_dir: str, open_it: Callable[[], Any]):
+  """A file in a folder that is made if need be; DataError where that can't be."""
+  if '://' in out_dir:
+    raise DataError(f'--out_dir={out_dir}: prepare into a local folder, then copy it there')
+  try:
+    os.makedirs(out_dir, exist_ok=True)
+    return open_it()
+  except OSError as e:
+    raise DataError(f'{out_dir}: cannot write there: {e.strerror}') from None
+
+
+def scratch(out_dir: str):
+  """An empty binary file on the disk of OUT_DIR, without a name: it is gone when closed, or its process is killed."""
+  return _opened(out_dir, lambda: tempfile.TemporaryFile(dir=out_dir))
+
+
 @contextlib.contextmanager
 def _locked(out_dir: str):
   """One writer at a time; the system frees the lock of a killed process."""
-  try:
-    os.makedirs(out_dir, exist_ok=True)
-    lock = open(os.path.join(out_dir, '.lock'), 'w', encoding='ascii')
-  except OSError as e:
-    raise DataError(f'{out_dir}: cannot write there: {e.strerror}') from None
-  with lock:
+  with _opened(out_dir, lambda: open(os.path.join(out_dir, '.lock'), 'w', encoding='ascii')) as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)
     yield
 
@@ -155,14 +180,15 @@ def find(folder: str, name: str, version: str) -> str | None:
   return None
 
 
-def sample(folder: str, name: str, version: str, prepare: Callable[..., tuple[str, dict]]) -> str:
+def sample(folder: str, name: str, version: str, prepare: Callable[..., tuple[str, dict]], **options) -> str:
   """The prepared form of raw files that ship with the lab; made on first use, in $XDG_CACHE_HOME/lab or ~/.cache/lab.
 
   Args:
     folder: of the raw files; where one of them changes, they are prepared anew.
-    prepare: as a data set's module has it, (raw_dir, out_dir, *, shards) -> (prepared folder, report).
+    prepare: as a data set's module has it, (raw_dir, out_dir, *, shards, OPTIONS) -> (prepared folder, report).
+    options: of `prepare`, JSON values; others are another folder.
   """
-  digest = hashlib.sha256(f'{name} {version}'.encode())
+  digest = hashlib.sha256(' '.join([name, version, *[json.dumps(options, sort_keys=True)] * bool(options)]).encode())
   for where, _, files in sorted(os.walk(folder)):
     for file in sorted(files):
       path = os.path.join(where, file)
@@ -171,7 +197,7 @@ def sample(folder: str, name: str, version: str, prepare: Callable[..., tuple[st
   cache = os.environ.get('XDG_CACHE_HOME') or os.path.join(os.path.expanduser('~'), '.cache')
   out_dir = os.path.join(cache, 'lab', f'{name}-sample-{digest.hexdigest()[:16]}')
   final = os.path.join(out_dir, name, version)
-  return final if os.path.isdir(final) else prepare(folder, out_dir, shards=2)[0]
+  return final if os.path.isdir(final) else prepare(folder, out_dir, shards=2, **options)[0]
 
 
 def sha256(path: str) -> str:
@@ -202,6 +228,10 @@ def problems(folder: str, check: Callable[[bytes], str]) -> Iterator[str]:
   named = {n for s in found['splits'].values() for n in s['shards']}
   for name in sorted(n for n in os.listdir(folder) if '.tfrecord' in n and n not in named):
     yield f'{os.path.join(folder, name)}: not in the manifest (an extra shard)'
+  for name, digest in found.get('beside', {}).items():
+    path = os.path.join(folder, name)
+    if not os.path.isfile(path) or sha256(path) != digest:
+      yield f'{path}: missing or changed since it was prepared (sha256 differs from the manifest)'
   for split, entry in found['splits'].items():
     count, whole = 0, True
     for name, digest in progress(entry['shards'].items(), f'verify {split}, shards', len(entry['shards'])):

@@ -377,4 +377,4 @@ def _changed(old: Mapping, new) -> str:
   from lab.config import flatten
   old, new = flatten(old), flatten(json.loads(new.to_json())) if hasattr(new, 'to_json') else {}
   return '; '.join(f'{k}: {old.get(k)!r} -> {new.get(k)!r}' for k in sorted(old.keys() | new.keys())
-                   if new and old.get(k) != new.get(k))
+                   if new and k != 'assets' and old.get(k) != new.get(k))

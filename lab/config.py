@@ -3,6 +3,7 @@
 import ast
 import difflib
 import importlib.util
+import json
 import os
 
 from ml_collections import ConfigDict
@@ -19,6 +20,7 @@ def core() -> ConfigDict:
       'init_from': '',             # graft weights from path[:best|latest|STEP] of another run, or a .safetensors file
       'init_only': '.*',           # regex of parameter paths that init_from may fill
       'continue_from': '',         # go on from the step, weights and moments of path[:best|latest|STEP] of another run
+      'assets': '',                # folder of what a run keeps (a tokenizer); where it is there, the program sets it
       'platform': '',              # cpu, gpu or tpu must be there; '' takes the best there is and says so
       'prng': 'threefry2x32',      # or rbg, which compiles faster; both are exact on one mesh
       'mesh': {'data': -1, 'fsdp': 1, 'tensor': 1},   # devices an axis; one may be -1: all that are left
@@ -116,6 +118,25 @@ def read(spec: str) -> ConfigDict:
     return module.get_config(variant)
   except (AttributeError, KeyError, TypeError) as e:      # ConfigDict's own message names the nearest key
     raise ConfigError(f'{spec}: {str(e).strip(chr(34)).splitlines()[0]}') from e
+
+
+def of_run(workdir: str) -> ConfigDict:
+  """The configuration that a run was started with. Raises ConfigError where there is none."""
+  path = os.path.join(workdir, 'config.json')
+  try:
+    with open(path, encoding='utf-8') as f:
+      found = json.load(f)
+    return ConfigDict(_tuples({**found, 'assets': ''})).lock()
+  except (OSError, ValueError, TypeError, AttributeError) as e:
+    raise ConfigError(f'{path}: no configuration of a run is there ({type(e).__name__}); give --config, such as '
+                      '--config=configs/pose.py, or the --workdir of a run') from None
+
+
+def _tuples(value):
+  """JSON's lists as the tuples that they were."""
+  if isinstance(value, dict):
+    return {k: _tuples(v) for k, v in value.items()}
+  return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def override(config: ConfigDict, argv: list[str]) -> list[str]:

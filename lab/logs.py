@@ -106,13 +106,17 @@ class Log:
     return time.monotonic() - self.began
 
   def pictures(self, step: int, images: Mapping[str, np.ndarray]) -> None:
-    """Writes images u8[H, W, 3] and films u8[T, H, W, 3] to TensorBoard and as PNG and GIF files."""
+    """Writes images u8[H, W, 3], films u8[T, H, W, 3] and texts to TensorBoard and as PNG, GIF and TXT files."""
     if not self.main or not images:
       return
     try:
       write_pictures(os.path.join(self.workdir, 'pictures'), images, f'{step:07d}_')
     except OSError as e:
       log.warning('pictures of step %d were not written: %s', step, e)
+    texts = {name: image for name, image in images.items() if isinstance(image, str)}
+    images = {name: image for name, image in images.items() if name not in texts}
+    if texts:
+      self._board('write_texts', step, {name: f'```\n{text}\n```' for name, text in texts.items()})
     self._board('write_images', step, {name: image[None] for name, image in images.items() if image.ndim == 3})
     films = {name: image for name, image in images.items() if image.ndim == 4}
     if films:     # CLU can't write films, but TensorBoard shows a GIF where it expects an image
@@ -242,12 +246,15 @@ def write_atomically(path: str, text: str) -> None:
 
 
 def write_pictures(folder: str, images: Mapping[str, np.ndarray], prefix: str = '') -> None:
-  """Writes images u8[H, W, 3] as folder/<prefix><name>.png and films u8[T, H, W, 3] as .gif."""
+  """Writes images u8[H, W, 3] as folder/<prefix><name>.png, films u8[T, H, W, 3] as .gif and texts as .txt."""
   from PIL import Image
   os.makedirs(folder, exist_ok=True)
   for name, image in images.items():
-    path = os.path.join(folder, f'{prefix}{name}.{"png" if image.ndim == 3 else "gif"}')
-    if image.ndim == 3:
+    text = isinstance(image, str)
+    path = os.path.join(folder, f'{prefix}{name}.{"txt" if text else "png" if image.ndim == 3 else "gif"}')
+    if text:
+      write_atomically(path, image + '\n')
+    elif image.ndim == 3:
       Image.fromarray(image).save(path)
     else:
       with open(path, 'wb') as f:
@@ -297,7 +304,7 @@ def cut(workdir: str, step: int) -> None:
       write_atomically(path, ''.join(kept))
   for path in glob.glob(os.path.join(glob.escape(workdir), 'pictures', '*.*')):
     number = os.path.basename(path).split('_')[0]
-    if path.endswith(('.png', '.gif')) and number.isdigit() and int(number) > step:
+    if path.endswith(('.png', '.gif', '.txt')) and number.isdigit() and int(number) > step:
       os.remove(path)
   for path in sorted(glob.glob(os.path.join(glob.escape(workdir), 'tensorboard', 'events.*'))):
     _cut_events(path, step)

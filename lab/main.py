@@ -1,7 +1,7 @@
 """python -m lab.main --config=configs/pose.py --workdir=runs/pose [--mode=MODE] [--config.KEY=VALUE ...]
 
 Modes: train, eval, predict, lr_find (a learning-rate range test); inspect and page (what a workdir holds, as text or as
-an HTML page) need no --config.
+an HTML page) need no --config. Without one, eval and predict take that of the run.
 
 Exit codes: 0 done; 2 configuration; 3 data; 4 numbers that are not finite; 5 checkpoint; 6 memory or disk;
 7 distributed; 75 preempted: start the same command again.
@@ -22,7 +22,7 @@ flags.DEFINE_string('config', '', 'recipe: configs/NAME.py[:variant]; --config.K
 flags.DEFINE_string('workdir', '', 'folder of the run: checkpoints, logs, pictures')
 flags.DEFINE_enum('mode', 'train', ['train', 'eval', 'predict', 'lr_find', 'inspect', 'page'], 'what to do')
 flags.DEFINE_string('step', 'latest', 'eval, predict and inspect: latest, best or the number of a checkpoint')
-flags.DEFINE_string('input', '', 'predict: a file, a folder or a camera number')
+flags.DEFINE_string('input', '', 'predict: a file, a folder, a camera number or a text')
 flags.DEFINE_string('output', '', 'folder for the results; if empty, predict: WORKDIR/predictions, eval: WORKDIR; '
                     'inspect: a JSON file')
 flags.DEFINE_bool('distributed', False, 'find the other processes as the platform tells (Cloud TPU, Slurm, ...)')
@@ -53,11 +53,14 @@ def run(argv: list[str]) -> int:
   from lab import config as configs
   from lab.task import ConfigError, load
   argv, name = _config_name(argv)
-  report = bool(re.search(r'--?mode[= ](inspect|page)\b', ' '.join(argv)))
-  if not name and not report:
+  mode = re.search(r'--?mode[= ](inspect|page|eval|predict)\b', ' '.join(argv))
+  if not name and not mode:
     raise ConfigError('--config is missing, such as --config=configs/pose.py')
-  config = configs.read(name) if name else None
-  argv = configs.override(config, argv) if name else argv
+  if name:
+    config = configs.read(name)
+  else:
+    config = configs.of_run(_workdir(argv)) if mode[1] in ('eval', 'predict') else None
+  argv = configs.override(config, argv) if config else argv
   try:
     rest = FLAGS(argv)
   except flags.Error as e:
@@ -67,11 +70,13 @@ def run(argv: list[str]) -> int:
   if not FLAGS.workdir:
     raise ConfigError('--workdir is missing, such as --workdir=runs/pose')
   if FLAGS.mode == 'predict' and not FLAGS.input:
-    raise ConfigError('--mode=predict needs --input: a file, a folder or a camera number')
+    raise ConfigError('--mode=predict needs --input: a file, a folder, a camera number or a text')
   if FLAGS.mode in ('inspect', 'page'):
     return _report()
   from lab import train
   train.check(config)
+  if not config.assets and os.path.isdir(kept := os.path.join(FLAGS.workdir, train.ASSETS)):
+    config.assets = kept
   task = load(config)
   config.lock()
   return _run(task, config)
@@ -134,6 +139,12 @@ def _config_name(argv):
     else:
       rest.append(arg)
   return rest, name
+
+
+def _workdir(argv):
+  """--workdir=FOLDER or --workdir FOLDER; the overrides can't be read before the run's configuration is."""
+  found = re.search(r'(?:^|\0)--?workdir[=\0]([^\0]*)', '\0'.join(argv))
+  return found[1] if found else ''
 
 
 def _compilation_cache():

@@ -4,21 +4,18 @@ The page is whole in itself: pictures and curves lie inside it, it loads nothing
 or put beside a paper. What is read is data and is escaped; of a file that is missing or broken, the page says so.
 """
 
-import base64
-import html
 import json
 import os
 import re
 import shlex
-import stat
 import time
 from typing import Any, Callable, Mapping, NamedTuple
 
 from lab import config as configs, evaluate, logs, plot
+from lab.page_parts import missing, number, pictures, text
 from lab.page_style import CSS
 from lab.task import ConfigError
 
-PICTURES, PICTURE_BYTES = 8, 4 << 20          # at most this many, each at most so large
 BUCKETS = {'step': ('#0b7a75', 'useful steps'), 'start': ('#8d99a6', 'start'), 'compile': ('#6f5aa8', 'compilation'),
            'restore': ('#4d7fb8', 'restoring'), 'wait': ('#d9822b', 'waiting for data'),
            'evaluate': ('#3aa0c9', 'evaluation'), 'save': ('#b6a021', 'saving'),
@@ -87,26 +84,9 @@ def page(run: Run) -> str:
 # pieces
 
 
-def text(value: Any) -> str:
-  """Any value as text that HTML takes literally, within quotes too."""
-  return html.escape(str(value).encode('utf-8', 'replace').decode())
-
-
-def number(value: Any) -> str:
-  """0.123456 -> '0.1235', 12000 -> '12,000', None -> 'not finite'."""
-  if not isinstance(value, (int, float)) or isinstance(value, bool):
-    return 'not finite' if value is None else text(value)
-  return f'{value:,.0f}' if float(value).is_integer() and abs(value) < 1e15 else f'{value:.4g}'
-
-
 def size(count: float) -> str:
   """Bytes as '3.2 GiB' or '12 MiB'."""
   return f'{count / (1 << 30):.3g} GiB' if count >= 1 << 30 else f'{count / (1 << 20):.3g} MiB'
-
-
-def missing(what: str) -> str:
-  """The sentence for a part that has nothing to show."""
-  return f'<p class="missing">{what}</p>'
 
 
 def table(rows, head=(), numbers: bool = False) -> str:
@@ -250,43 +230,7 @@ def _curves(run):
 
 
 def _pictures(run):
-  """The newest evaluation's pictures, each beside the first one of the same name."""
-  folder, steps = os.path.join(run.workdir, 'pictures'), {}
-  for file in sorted(os.listdir(folder)) if os.path.isdir(folder) and not os.path.islink(folder) else ():
-    if m := re.fullmatch(r'(\d{1,18})_(.+)\.(?:png|gif)', file, re.DOTALL):
-      steps.setdefault(m[2], {})[int(m[1])] = file
-  newest = max((step for one in steps.values() for step in one), default=0)
-  names = [name for name in steps if newest in steps[name]]
-  shown, count = '', 0
-  for name in names[:PICTURES]:
-    cells = ''
-    for step in dict.fromkeys((min(steps[name]), newest)):
-      data, count, kind = _picture(os.path.join(folder, steps[name][step])), count + 1, steps[name][step][-3:]
-      image = (f'<a href="#picture{count}"><img src="data:image/{kind};base64,{base64.b64encode(data).decode()}" '
-               f'alt="{text(name)} at step {step}"></a>' if data else
-               missing(f'no complete {kind.upper()}, or too large'))
-      cells += (f'<div id="picture{count}">{image}<span>step {number(step)}</span>'
-                '<a class="close" href="#pictures">close</a></div>')
-    shown += f'<div><span class="name">{text(name)}</span><div class="pair">{cells}</div></div>'
-  if not shown:
-    return missing('No pictures: the folder pictures is missing or has none.')
-  first = 'Left: the first evaluation; right: the newest. ' if count > len(names[:PICTURES]) else ''
-  more = f' {len(names) - PICTURES} more are in the folder pictures.' if len(names) > PICTURES else ''
-  return f'<p class="soft">{first}A click enlarges.{more}</p><div class="pictures">{shown}</div>'
-
-
-def _picture(path):
-  """The bytes of a whole PNG or GIF file, as it is named; b'' for a link, what is none, is cut off, or is too large."""
-  try:
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), 'rb') as f:
-      if not stat.S_ISREG(os.fstat(f.fileno()).st_mode) or os.fstat(f.fileno()).st_size > PICTURE_BYTES:
-        return b''
-      data = f.read()
-  except OSError:
-    return b''
-  png = data.startswith(b'\x89PNG\r\n\x1a\n') and data[12:16] == b'IHDR' and data[-8:-4] == b'IEND'
-  gif = data.startswith((b'GIF87a', b'GIF89a')) and data.endswith(b';')
-  return data if (png if path.endswith('.png') else gif) else b''
+  return pictures(run.workdir)
 
 
 def _goodput(run):

@@ -22,7 +22,7 @@ Sums = Mapping[str, tuple[Array, Array]]       # name -> (total, weight), each f
 Totals = Mapping[str, tuple[float, float]]     # the same, summed on the host in float64
 Scalars = Mapping[str, float]
 Record = Mapping[str, Any]                     # JSON-able
-Image = np.ndarray                             # u8[H, W, 3] RGB, or a film u8[T, H, W, 3]
+Image = np.ndarray | str                       # u8[H, W, 3] RGB, a film u8[T, H, W, 3], or a text to read
 Split = str                                    # 'train' or 'eval'
 Rules = tuple[tuple[str, Any, str], ...]       # (regex on the path, PartitionSpec, reason)
 
@@ -51,6 +51,7 @@ class Task(NamedTuple):
   # used. Leaves that are no numeric arrays (names, whole pictures) stay on the host; batch['write'] takes a picture.
   inputs: Callable[[str, str, Callable[[], bool]], Iterator[Batch | Exception]] | None = None
   lines: Callable[[Record], Iterator[Record]] | None = None   # a record -> the lines of the predictions file
+  files: Callable[[], Mapping[str, str]] | None = None    # name -> text of what a run keeps beside its checkpoints
 
 
 class ConfigError(Exception):

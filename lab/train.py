@@ -21,6 +21,9 @@ from lab.programs import Program
 from lab.task import ConfigError, Task, TrainState
 
 
+ASSETS = 'assets'      # folder in the workdir of what a task keeps
+
+
 class NonFinite(Exception):
   """More updates in a row than allowed had a loss or gradient that is not finite."""
   exit_code = 4
@@ -97,6 +100,8 @@ def run(task: Task, config, workdir: str, began: float | None = None) -> dict[st
   """
   mesh = meshes.make(config.mesh)
   os.makedirs(workdir, exist_ok=True)
+  if task.files and jax.process_index() == 0:
+    _keep(os.path.join(workdir, ASSETS), task.files())
   with jax.set_mesh(mesh), contextlib.closing(Ledger(workdir, jax.process_index() == 0, began)) as ledger:
     source, size = task.source('train'), config.input.batch_size
     batches = pipeline.Batches(source, config.input, size, meshes.rows(mesh, size).fed, train=True, seed=config.seed)
@@ -121,6 +126,19 @@ def run(task: Task, config, workdir: str, began: float | None = None) -> dict[st
       ledger.at(int(state.step), 'end')
       _close(workdir, checkpoints, state, scores, reason)
       return scores
+
+
+def _keep(folder, files):
+  """Writes what a run keeps beside its checkpoints. Raises ConfigError where other files are kept there already."""
+  os.makedirs(folder, exist_ok=True)
+  for name, text in files.items():
+    path = os.path.join(folder, name)
+    if not os.path.exists(path):
+      logs.write_atomically(path, text)
+    with open(path, encoding='utf-8', newline='') as f:
+      if f.read() != text:
+        raise ConfigError(f'{path}: the run began with another {name} than that of its data set now; choose another '
+                          '--workdir')
 
 
 def _program(function, config, ledger, log) -> Program:

@@ -44,15 +44,19 @@ def main(capsys, *argv):
 
 
 @pytest.mark.parametrize('argv, words', [
-    ([], 'no command'), (['cocoa'], 'unknown command cocoa; one of coco, mnist, moving_mnist, clips, verify'),
-    (['coco'], 'needs --raw_dir'),
+    ([], 'no command'), (['coco'], 'needs --raw_dir'),
+    (['cocoa'], 'unknown command cocoa; one of coco, mnist, moving_mnist, clips, corpus, cola, sst2, verify'),
     (['coco', '--raw_dir=.'], 'needs --out_dir'), (['coco', '--shards=0'], '--shards=0'), (['verify'], 'one folder'),
     (['coco', '--shard=3'], "'shard'"), (['coco', 'x', '--raw_dir=.', '--out_dir=.'], "unexpected 'x'"),
     (['verify', 'a', '--dir=b'], 'one folder'), (['coco', '--shards=many'], 'many'),
     (['coco', '--frames=20'], 'coco takes no --frames'), (['verify', 'a', '--noparity_split'], 'takes no'),
     (['mnist', '--digits=2'], 'mnist takes no --digits'), (['moving_mnist', '--digits=0'], '--digits=0'),
     (['clips', '--size=64'], 'clips takes no --size; it takes --layout, --frames, --parity_split'),
-    (['clips', '--layout=NHWT'], 'NHWT'), (['moving_mnist', '--size=27'], '--size=27')])
+    (['clips', '--layout=NHWT'], 'NHWT'), (['moving_mnist', '--size=27'], '--size=27'),
+    (['corpus', '--raw_dir=.', '--out_dir=.'], 'corpus needs --tokenizer'), (['corpus', '--length=2'], '--length=2'),
+    (['sst2', '--raw_dir=.', '--out_dir=.'], 'sst2 needs --tokenizer'), (['coco', '--tokenizer=bpe'], 'takes no'),
+    (['cola', '--vocabulary=99'], 'cola takes no --vocabulary; it takes --tokenizer'),
+    (['corpus', '--vocabulary=0'], '--vocabulary=0')])
 def test_bad_usage_exits_2_with_one_line(capsys, argv, words):
   code, out, err = main(capsys, *argv)
   assert code == 2 and words in err and err.count('\n') == 1 and not out
@@ -68,6 +72,8 @@ def test_data_errors_exit_3_with_one_line(capsys, tmp_path):
   for argv in (['coco', f'--raw_dir={tmp_path}/none', f'--out_dir={tmp_path}'], ['verify', f'{tmp_path}/none'],
                ['mnist', f'--raw_dir={tmp_path}/file', f'--out_dir={tmp_path}'],
                ['clips', f'--raw_dir={tmp_path}/none', f'--out_dir={tmp_path}'],
+               ['corpus', f'--raw_dir={tmp_path}/none', f'--out_dir={tmp_path}', '--tokenizer=bpe'],
+               ['cola', f'--raw_dir={tmp_path}/file', f'--out_dir={tmp_path}', '--tokenizer=x'],
                ['coco', f'--raw_dir={tmp_path}', f'--out_dir={tmp_path}'], ['verify', tmp_path]):
     code, _, err = main(capsys, *argv)
     assert code == 3 and str(tmp_path) in err and err.count('\n') == 1, err

@@ -24,7 +24,7 @@ ROOMS = (
     (r'lab/(task|metrics|config)\.py', ('lab.task', 'lab.metrics', 'data_pipelines')),
     (r'lab/main\.py', ('lab',)),
     (r'lab/\w+\.py', ('lab', 'data_pipelines')),
-    (r'configs/', ('lab.systems', 'lab.task')),
+    (r'configs/', ('configs', 'lab.systems', 'lab.task')),
 )
 # library -> where its door is (regex)
 DOORS = {
@@ -37,14 +37,17 @@ DOORS = {
     'orbax': r'lab/checkpoint\.py',
     'matplotlib': r'lab/plot\.py',
     'PIL': r'data_pipelines/|lab/logs\.py',
+    'pyarrow': r'data_pipelines/glue\.py',
     'pycocotools': r'lab/systems/pose/score\.py|data_pipelines/coco_raw\.py',
     'safetensors': r'lab/(graft|systems/pose/weights)\.py',
     'scipy': r'lab/systems/pose/assemble\.py',
     'tensorboard': r'lab/logs\.py',
     'tensorflow': r'data_pipelines/',
     'tensorflow_datasets': r'data_pipelines/',
+    'tokenizers': r'data_pipelines/tokens\.py',
 }
-LATE = ('tensorflow', 'tensorflow_datasets', 'clu', 'cv2', 'matplotlib', 'PIL', 'tensorboard')     # slow
+# slow
+LATE = ('tensorflow', 'tensorflow_datasets', 'tokenizers', 'clu', 'cv2', 'matplotlib', 'PIL', 'pyarrow', 'tensorboard')
 
 
 def tree(path):

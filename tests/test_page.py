@@ -11,7 +11,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from lab import config as configs, logs, page, plot
+from lab import config as configs, logs, page, page_parts, plot
 from lab.task import ConfigError
 
 CHROMIUM = shutil.which('chromium') or shutil.which('chromium-browser') or shutil.which('google-chrome')
@@ -171,7 +171,7 @@ def test_pictures_lie_inside_first_beside_newest(workdir):
   assert set(got.links) <= {f'#{i}' for i in got.ids}                    # enlarging is a link within the page
   for i in range(20):
     picture(os.path.join(pictures, f'0000240_more{i}.png'))
-  assert len(re.findall('class="name"', read(workdir)[0])) == page.PICTURES
+  assert len(re.findall('class="name"', read(workdir)[0])) == page_parts.PICTURES
 
 
 def test_films_are_shown_like_pictures(workdir):

@@ -1,0 +1,62 @@
+"""GPT learns to go on.
+
+  launch/run.sh --config=configs/gpt.py --workdir=runs/gpt
+      tiny Shakespeare by characters: 4 layers 128 wide, 64 characters seen, 2000 updates of 12; 2 CPU cores, minutes
+  launch/run.sh --config=configs/gpt.py:shakespeare --workdir=runs/shakespeare
+      6 layers 384 wide, 256 characters seen, for an accelerator
+  launch/run.sh --config=configs/gpt.py:full --workdir=runs/gpt-full --config.data.dir=data/corpus
+      GPT-2's 124 M parameters on windows of 1024 tokens, for an accelerator
+  launch/run.sh --config=configs/gpt.py:modern --workdir=runs/gpt-modern --config.data.dir=data/corpus
+      the same with rotary positions, normed queries and keys, squared ReLU, no biases, and Muon for the matrices
+
+  python -m data_pipelines.prepare corpus --raw_dir=TEXTS --out_dir=data/corpus --tokenizer=VOCABULARY --length=1024
+"""
+
+from ml_collections import ConfigDict
+
+from lab.systems.language import config as shape
+from lab.task import ConfigError
+
+VARIANTS = ('smoke', 'shakespeare', 'full', 'modern')
+
+
+def get_config(variant: str = '') -> ConfigDict:
+  """'': Shakespeare on a CPU; 'smoke': the tests' size; the others are for an accelerator."""
+  config = shape.get_config()
+  config.objective = 'gpt'
+  config.checkpoint.best = '-loss'
+  config.model.update({'causal': True, 'transform': False})
+  config.optim.update({'name': 'adamw', 'learning_rate': 1e-3, 'end_rate': 1e-4, 'decay': 0.1, 'beta2': 0.99})
+  if variant in ('full', 'modern'):
+    config.data.length = 1024
+    config.model.update({'width': 768, 'layers': 12, 'heads': 12, 'dropout': 0.0, 'activation': 'gelu_tanh'})
+    config.total_steps, config.optim.warmup_steps = 20_000, 700
+    config.optim.update({'learning_rate': 6e-4, 'end_rate': 6e-5, 'beta2': 0.95})
+    config.input.batch_size = config.input.eval_batch_size = 32
+    config.log_steps, config.eval_steps, config.checkpoint.steps = 100, 1000, 1000
+    if variant == 'modern':
+      config.model.update({'positions': 'rope', 'qk_norm': True, 'activation': 'relu2', 'bias': False})
+      config.optim.update({'name': 'muon', 'learning_rate': 3e-3, 'beta2': -1.0})
+      config.optim.second.update({'params': '(tokens|norm)', 'name': 'adamw'})
+    return config
+  if variant and variant not in VARIANTS:
+    raise ConfigError(f'configs/gpt.py has no variant {variant!r}; there are {", ".join(VARIANTS)}')
+  if variant == 'shakespeare':     # nanoGPT's size for a GPU
+    config.data.length = 256
+    config.model.update({'width': 384, 'layers': 6, 'heads': 6, 'dropout': 0.2, 'bias': False})
+    config.total_steps, config.optim.warmup_steps = 5000, 100
+    config.input.batch_size = config.input.eval_batch_size = 64
+    config.log_steps, config.eval_steps, config.checkpoint.steps = 50, 250, 250
+    return config
+  config.data.length = 64
+  config.model.update({'width': 128, 'layers': 4, 'heads': 4, 'dropout': 0.0, 'dtype': 'float32'})
+  config.total_steps, config.optim.warmup_steps = 2000, 100
+  config.input.update({'batch_size': 12, 'eval_batch_size': 128})
+  config.log_steps, config.eval_steps, config.checkpoint.steps = 50, 500, 500
+  if variant == 'smoke':
+    config.data.length = 16
+    config.model.update({'width': 32, 'layers': 2, 'heads': 2})
+    config.optim.learning_rate, config.optim.warmup_steps = 1e-2, 0
+    config.total_steps, config.log_steps, config.eval_steps, config.checkpoint.steps = 12, 1, 4, 4
+    config.input.update({'batch_size': 4, 'eval_batch_size': 512})
+  return config

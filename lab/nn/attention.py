@@ -1,0 +1,148 @@
+"""Attention over packed sequences, and rotary positions.
+
+Several documents share a row: `segments` i32[B, S] names each token's document, 0 is padding. A token sees its own
+document alone, and padding sees and is seen by nobody.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+IMPLEMENTATIONS = ('auto', 'plain', 'flash')
+MAX_HEAD = 128   # of cuDNN's kernels on every GPU that has them
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False, segments: jax.Array | None = None,
+           key_segments: jax.Array | None = None, mask: jax.Array | None = None, implementation: str = 'auto',
+           dropout: float = 0.0, key: jax.Array | None = None) -> jax.Array:
+  """softmax(q k / sqrt(Dh)) v over what a query sees: q [B, S, H, Dh], k and v [B, T, H, Dh] -> [B, S, H, Dh].
+
+  The result has q's dtype, the softmax is float32 (Vaswani et al. 2017, arXiv 1706.03762, equation 1). A query sees key
+  t if all of these allow it: causal, t <= s; segments i32[B, S] and key_segments i32[B, T] (those of the queries where
+  not given), equal and not 0; mask, bool, broadcastable to [B, H, S, T]. A query that sees no key gives exactly 0, and
+  gradients of exactly 0. dropout is the share of weights set to 0, drawn from key.
+
+  implementation: 'plain', einsums; 'flash', cuDNN's kernel on an NVIDIA GPU (ValueError where it does not apply: see
+  `_obstacle`); 'auto', flash where it applies. Reverse-mode derivatives only.
+  """
+  if implementation not in IMPLEMENTATIONS:
+    raise ValueError(f'implementation = {implementation!r}: expected one of {IMPLEMENTATIONS}')
+  if segments is None and key_segments is not None:
+    raise ValueError('key_segments without segments')
+  if dropout and key is None:
+    raise ValueError(f'dropout = {dropout} without a key')
+  if segments is not None and key_segments is None:
+    key_segments = segments
+  if implementation != 'plain':
+    obstacle = _obstacle(q, k, segments, mask, dropout)
+    if not obstacle:
+      return _flash(q, k, v, causal, segments, key_segments)
+    if implementation == 'flash':
+      raise ValueError(f'flash attention: {obstacle}')
+  return _plain(q, k, v, _visible(q, k, causal, segments, key_segments, mask), dropout, key)
+
+
+def positions(segments: jax.Array) -> jax.Array:
+  """i32[B, S] -> i32[B, S]: how many tokens of its own segment come before each; of padding 0."""
+  steps = segments.shape[1]
+  s, t = (jax.lax.broadcasted_iota(jnp.int32, (1, steps, steps), axis) for axis in (1, 2))
+  before = jnp.sum((segments[:, :, None] == segments[:, None]) & (t < s), -1, dtype=jnp.int32)
+  return jnp.where(segments > 0, before, 0)
+
+
+def rope(x: jax.Array, positions: jax.Array, base: float = 10000.0) -> jax.Array:
+  """Rotates pairs of features by angles that grow with the position: x [B, S, H, Dh], positions i32[B, S].
+
+  Su et al. 2021, arXiv 2104.09864, equation 34: products of rotated queries and keys depend on the distance alone.
+  Feature i is paired with i + Dh/2, as in LLaMA. Angles are float32, the result has x's dtype.
+  """
+  half = x.shape[-1] // 2
+  if x.shape[-1] % 2:
+    raise ValueError(f'rope: heads of {x.shape[-1]} features; expected an even number')
+  frequencies = (base ** -(np.arange(half) / half)).astype(np.float32)
+  angles = (positions.astype(jnp.float32)[:, :, None] * frequencies[None, None])[:, :, None]    # [B, S, 1, Dh/2]
+  cos, sin = jnp.cos(angles), jnp.sin(angles)
+  first, second = jnp.split(x.astype(jnp.float32), 2, -1)
+  return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+
+
+def _visible(q, k, causal, segments, key_segments, mask) -> jax.Array | None:
+  """Which keys each query sees, bool, broadcastable to [B, H, S, T]; None: all of them."""
+  parts = []
+  if causal:
+    s, t = (jax.lax.broadcasted_iota(jnp.int32, (1, 1, q.shape[1], k.shape[1]), axis) for axis in (2, 3))
+    parts.append(t <= s)
+  if segments is not None:
+    own = segments[:, None, :, None]
+    parts.append((own == key_segments[:, None, None]) & (own > 0))
+  if mask is not None:
+    parts.append(mask.reshape((1,) * (4 - mask.ndim) + mask.shape))
+  visible = None
+  for part in parts:
+    visible = part if visible is None else visible & part
+  return visible
+
+
+def _plain(q, k, v, visible, dropout, key):
+  scores = _scores(q, k) * q.shape[-1]**-0.5
+  if visible is None:
+    weights = jax.nn.softmax(scores)
+  else:
+    # a finite number in place of -inf, and 0 after the softmax: rows that see nothing have no 0/0, even in gradients
+    weights = jnp.where(visible, jax.nn.softmax(jnp.where(visible, scores, np.finfo(np.float32).min)), 0)
+  if dropout:
+    kept = jax.random.bernoulli(key, 1 - dropout, weights.shape)
+    weights = jnp.where(kept, weights / (1 - dropout), 0)
+  return jnp.einsum('bhst,bthd->bshd', weights.astype(v.dtype), v).astype(q.dtype)
+
+
+@jax.custom_vjp
+def _scores(q, k):
+  """q [B, S, H, Dh] k [B, T, H, Dh] -> f32[B, H, S, T].
+
+  The gradient is rounded to the factors' dtype before it is multiplied, as flash attention does; without this rule the
+  products of the gradient would be float32, the slow ones of an accelerator.
+  """
+  return jnp.einsum('bshd,bthd->bhst', q, k, preferred_element_type=jnp.float32)
+
+
+def _scores_backward(factors, gradient):
+  q, k = factors
+  return (jnp.einsum('bhst,bthd->bshd', gradient.astype(k.dtype), k).astype(q.dtype),
+          jnp.einsum('bhst,bshd->bthd', gradient.astype(q.dtype), q).astype(k.dtype))
+
+
+_scores.defvjp(lambda q, k: (_scores(q, k), (q, k)), _scores_backward)
+
+
+def _flash(q, k, v, causal, segments, key_segments):
+  """cuDNN's kernel; segments become a bias [B, 1, S, T] there, so that memory is one H-th of the plain path's."""
+  mask = _visible(q, k, False, segments, key_segments, None)      # causal is the kernel's own: it skips what is hidden
+  y = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, implementation='cudnn')
+  if mask is None:
+    return y
+  # a row without keys is a mean of values there
+  alive = jnp.any(_visible(q, k, causal, segments, key_segments, None), -1)[:, 0, :, None, None]
+  return jnp.where(alive, y, 0)
+
+
+def _obstacle(q, k, segments, mask, dropout) -> str:
+  """Why cuDNN's kernel can't do this; '' if it can."""
+  if not _on_gpu():
+    return 'it needs an NVIDIA GPU of compute capability 8.0 or more as the default backend'
+  if q.dtype not in (jnp.bfloat16, jnp.float16):
+    return f'{q.dtype}; expected bfloat16 or float16'
+  if dropout or mask is not None:
+    return 'it takes neither dropout nor a mask'
+  if q.shape[-1] > MAX_HEAD or q.shape[-1] % 8:
+    return f'heads of {q.shape[-1]} features; expected a multiple of 8 up to {MAX_HEAD}'
+  if segments is not None and (q.shape[1] % 2 or k.shape[1] % 2):
+    return f'{q.shape[1]} queries and {k.shape[1]} keys in segments; expected even numbers'
+  return ''
+
+
+def _on_gpu() -> bool:
+  if jax.default_backend() != 'gpu':
+    return False
+  major = getattr(jax.devices()[0], 'compute_capability', '').split('.')[0]     # AMD's have names: gfx942
+  return major.isdigit() and int(major) >= 8

@@ -1,0 +1,213 @@
+"""The Transformer's layers, pre- or post-norm, and their cache for generation.
+
+Vaswani et al. 2017, arXiv 1706.03762 (post-norm, as in BERT, 1810.04805); pre-norm as in GPT-2. Embeddings and heads
+are the callers'. With dtype bfloat16, products and activations are bfloat16; parameters, the residual stream that the
+layers add to, norms and the softmax stay float32, as under PyTorch's autocast: small additions to a large stream would
+be rounded away.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from lab.nn import attention
+
+ACTIVATIONS = {
+    'gelu': functools.partial(nn.gelu, approximate=False),     # with the exact erf (arXiv 1606.08415)
+    'gelu_tanh': functools.partial(nn.gelu, approximate=True),
+    'relu2': lambda x: jnp.square(nn.relu(x)),                 # So et al. 2021, arXiv 2109.08668
+    'geglu': functools.partial(nn.gelu, approximate=False),    # of the gate (Shazeer 2020, arXiv 2002.05202)
+}
+NORMS = ('pre', 'post')
+
+
+class Shape(NamedTuple):
+  """What a Transformer is made of."""
+  width: int                       # D
+  heads: int                       # H, of D / H features each
+  layers: int                      # L
+  hidden: int = 0                  # F, width inside the MLP; 0: 4 D
+  activation: str = 'gelu'         # a key of ACTIVATIONS
+  norm: str = 'pre'                # pre: x + f(norm x); post: norm(x + f x)
+  final_norm: bool = True          # after the last layer; of pre only, since the layers of post end in a norm
+  bias: bool = True                # in every Dense and LayerNorm
+  qk_norm: bool = False            # RMS norm of queries and keys, a head at a time, with learnt scale
+  rope: bool = False               # rotary positions
+  dropout: float = 0.0             # of what each half of a layer adds to the stream
+  attention_dropout: float = 0.0   # of attention weights
+  eps: float = 1e-5                # of norms
+  deviation: float = 0.02          # of kernels at the start (GPT-2, BERT); 1 / sqrt(D) suits narrow ones
+  dtype: str = 'float32'           # of products and activations: bfloat16 or float32
+  attention: str = 'auto'          # implementation, see attention.attend
+  remat: bool = False              # recompute a layer in the backward pass instead of remembering its inside
+  unroll: int = 1                  # layers an iteration of the loop over them
+
+
+class Transformer(nn.Module):
+  """L layers by a loop over parameters stacked as [L, ...] under `blocks`; `final_norm`. Kernels N(0, deviation).
+
+  The kernels whose products join the stream, attention/out and mlp/down, start as N(0, deviation / sqrt(2 L)) (GPT-2);
+  biases as 0. Columns of attention/qkv are [H, 3, D/H], so that a split of the axis over devices keeps heads whole;
+  those of mlp/up with geglu are [2, F], the gate's first.
+  """
+  shape: Shape
+
+  @nn.compact
+  def __call__(self, x: jax.Array, segments: jax.Array | None = None, *, causal: bool = False,
+               positions: jax.Array | None = None, train: bool = False, cache: Any = None,
+               index: jax.Array | int | None = None):
+    """x [B, S, D] -> [B, S, D] in the shape's dtype; with a cache (x, cache).
+
+    segments i32[B, S]: see lab.nn.attention; positions i32[B, S] are read by rope alone, and count from 0 in each
+    segment unless given. Training, dropout takes the 'dropout' key. With a cache the S tokens take its places
+    index..index + S - 1, index i32[] or, row by row, i32[B], and see the tokens of their segment up to their own place:
+    causal must be True. Rows of different lengths are padded on the right with segment 0, and a row's next token takes
+    the place of its first padding. Places beyond the cache's length are dropped: the caller must not go there.
+    """
+    c = self.shape
+    _check(c)
+    if cache is not None:
+      cached = {'key': cache['key'], 'value': cache['value']}
+      where, held = _in_cache(x, segments, positions, cache, index, causal)
+    else:
+      cached, where = None, _Where(segments, _count(c, x, segments, positions), None, None)
+    block = nn.remat(Block, prevent_cse=False) if c.remat else Block
+    blocks = nn.scan(block, variable_axes={'params': 0}, split_rngs={'params': True, 'dropout': True},
+                     in_axes=(0, nn.broadcast), length=c.layers, unroll=c.unroll)
+    x, cached = blocks(c, causal, train, name='blocks')(x.astype(jnp.float32), cached, where)
+    if c.norm == 'pre' and c.final_norm:
+      x = _norm(c, c.dtype, 'final_norm')(x)
+    x = x.astype(c.dtype)
+    return x if cache is None else (x, {**cached, 'segments': held})
+
+
+def cache(shape: Shape, batch: int, length: int, dtype: str | None = None) -> dict[str, jax.Array]:
+  """An empty cache of T = length places: key and value [L, B, T, H, Dh] in dtype (the shape's), segments i32[B, T]."""
+  size = (shape.layers, batch, length, shape.heads, shape.width // shape.heads)
+  dtype = shape.dtype if dtype is None else dtype
+  return {'key': jnp.zeros(size, dtype), 'value': jnp.zeros(size, dtype),
+          'segments': jnp.zeros((batch, length), jnp.int32)}
+
+
+class _Where(NamedTuple):
+  """Who sees whom, the same in all layers."""
+  segments: jax.Array | None     # i32[B, S]
+  positions: jax.Array | None    # i32[B, S]
+  places: jax.Array | None       # i32[B, S], in the cache
+  mask: jax.Array | None         # bool[B, 1, S, T], of the cache
+
+
+class Block(nn.Module):
+  """A layer: attention, then an MLP, each added to the stream: f32[B, S, D] -> f32[B, S, D], and its cache."""
+  shape: Shape
+  causal: bool
+  train: bool
+
+  @nn.compact
+  def __call__(self, x, cached, where):
+    c = self.shape
+    pre = c.norm == 'pre'
+    drop = nn.Dropout(c.dropout, deterministic=not self.train)
+    norm0, norm1 = (_norm(c, c.dtype if pre else jnp.float32, name) for name in ('norm0', 'norm1'))
+    y, cached = Attention(c, self.causal, self.train, name='attention')(norm0(x) if pre else x, cached, where)
+    x = x + drop(y).astype(jnp.float32)
+    x = x if pre else norm0(x)
+    y = MLP(c, name='mlp')(norm1(x) if pre else x)
+    x = x + drop(y).astype(jnp.float32)
+    return x if pre else norm1(x), cached
+
+
+class Attention(nn.Module):
+  """Self-attention of H heads: [B, S, D] -> [B, S, D], and the cache with these tokens in it."""
+  shape: Shape
+  causal: bool
+  train: bool
+
+  @nn.compact
+  def __call__(self, x, cached, where):
+    c = self.shape
+    batch, steps, width = x.shape
+    qkv = _dense(c, 3 * width, 'qkv')(x).reshape(batch, steps, c.heads, 3, width // c.heads)
+    q, k, v = (qkv[:, :, :, i] for i in range(3))
+    if c.qk_norm:      # Henry et al. 2020, arXiv 2010.04245, with RMS in place of length
+      norm = functools.partial(nn.RMSNorm, epsilon=c.eps, dtype=c.dtype)
+      q, k = norm(name='query_norm')(q), norm(name='key_norm')(k)
+    if c.rope:
+      q, k = attention.rope(q, where.positions), attention.rope(k, where.positions)
+    rate = c.attention_dropout if self.train else 0.0
+    see = functools.partial(attention.attend, dropout=rate, key=self.make_rng('dropout') if rate else None)
+    if cached is None:
+      y = see(q, k, v, causal=self.causal, segments=where.segments, implementation=c.attention)
+    else:
+      cached = {'key': _write(cached['key'], k, where.places), 'value': _write(cached['value'], v, where.places)}
+      # flash takes no mask
+      y = see(q, *(cached[name].astype(q.dtype) for name in ('key', 'value')), mask=where.mask, implementation='plain')
+    return _dense(c, width, 'out', joins=True)(y.reshape(batch, steps, width)), cached
+
+
+class MLP(nn.Module):
+  """Two products with an activation between: [B, S, D] -> [B, S, D]."""
+  shape: Shape
+
+  @nn.compact
+  def __call__(self, x):
+    c, gated = self.shape, self.shape.activation == 'geglu'
+    hidden = c.hidden or 4 * c.width
+    y = _dense(c, 2 * hidden if gated else hidden, 'up')(x)
+    gate, value = jnp.split(y, 2, -1) if gated else (y, None)
+    y = ACTIVATIONS[c.activation](gate)
+    return _dense(c, c.width, 'down', joins=True)(y * value if gated else y)
+
+
+def _dense(c: Shape, features: int, name: str, joins: bool = False) -> nn.Dense:
+  deviation = c.deviation / (2 * c.layers)**0.5 if joins else c.deviation
+  return nn.Dense(features, use_bias=c.bias, dtype=c.dtype, kernel_init=nn.initializers.normal(deviation), name=name)
+
+
+def _norm(c: Shape, dtype, name: str) -> nn.LayerNorm:
+  """Statistics in float32, the result in dtype."""
+  return nn.LayerNorm(epsilon=c.eps, use_bias=c.bias, dtype=dtype, name=name)
+
+
+def _check(c: Shape):
+  if c.activation not in ACTIVATIONS:
+    raise ValueError(f'activation = {c.activation!r}: expected one of {tuple(ACTIVATIONS)}')
+  if c.norm not in NORMS:
+    raise ValueError(f'norm = {c.norm!r}: expected one of {NORMS}')
+  if c.width % c.heads:
+    raise ValueError(f'width = {c.width}: expected a multiple of heads = {c.heads}')
+
+
+def _count(c: Shape, x, segments, positions):
+  """Positions for rope, if there are to be any."""
+  if not c.rope or positions is not None:
+    return positions
+  if segments is not None:
+    return attention.positions(segments)
+  return jnp.broadcast_to(jnp.arange(x.shape[1])[None], x.shape[:2])
+
+
+def _in_cache(x, segments, positions, cache, index, causal) -> tuple[_Where, jax.Array]:
+  """Where new tokens go and what they see there; and the cache's segments with them, i32[B, T]."""
+  if not causal or index is None:
+    raise ValueError('a cache needs causal=True and an index')
+  batch, steps, _ = x.shape
+  if segments is None:
+    segments = jnp.ones((batch, steps), jnp.int32)
+  first = jnp.broadcast_to(jnp.asarray(index, jnp.int32).reshape(-1, 1), (batch, 1))
+  places = jnp.broadcast_to(first, (batch, steps)) + jnp.broadcast_to(jnp.arange(steps)[None], (batch, steps))
+  held = _write(cache['segments'], segments, places)
+  own = segments[:, :, None]
+  earlier = jnp.arange(held.shape[1])[None, None] <= places[:, :, None]
+  visible = (own == held[:, None]) & (own > 0) & earlier      # [B, S, T]
+  if positions is None:
+    positions = jnp.maximum(jnp.sum(visible, -1, dtype=jnp.int32) - 1, 0)
+  return _Where(None, positions, places, visible[:, None]), held
+
+
+def _write(held, new, places):
+  """held [B, T, ...] with new [B, S, ...] at places i32[B, S]."""
+  return held.at[jnp.arange(held.shape[0])[:, None], places].set(new.astype(held.dtype), mode='drop')

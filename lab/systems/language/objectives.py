@@ -1,0 +1,75 @@
+"""What is learnt and measured: masked words, next words, labels. All numbers are sums (total, weight) over a batch."""
+
+import math
+
+from lab.metrics import ratios
+from lab.nn import losses
+
+
+def masked(net, params, batch, rngs=None):
+  """'mlm': cross-entropy in nats at the masked places, and how many are guessed right."""
+  logits = net.apply({'params': params}, batch['ids'], batch['segments'], batch['places'], rngs is not None,
+                     method='masked', rngs=rngs)
+  return _tokens(logits, batch['labels'], batch['weights'] * batch['mask'][:, None], 'mlm')
+
+
+def following(net, params, batch, rngs=None):
+  """'gpt': cross-entropy in nats of every next token, and how many are the likeliest."""
+  logits = net.apply({'params': params}, batch['ids'], batch['segments'], rngs is not None, method='following',
+                     rngs=rngs)
+  return _tokens(logits, batch['labels'], batch['weights'] * batch['mask'][:, None], 'gpt')
+
+
+def labelled(net, params, batch, rngs=None):
+  """'classify': cross-entropy in nats of the label, and the confusion matrix as confusion/TRUE_GUESSED."""
+  logits = net.apply({'params': params}, batch['ids'], batch['segments'], rngs is not None, method='classify',
+                     rngs=rngs)
+  mask, weight = batch['mask'], batch['mask'].sum()
+  nats, guess = losses.cross_entropy(logits, batch['label']), logits.argmax(-1)
+  counts = {f'confusion/{t}_{g}': (((batch['label'] == t) & (guess == g)) * mask).sum()
+            for t in range(net.labels) for g in range(net.labels)}
+  return {'classify': ((nats * mask).sum(), weight)}, {
+      'accuracy': (((guess == batch['label']) * mask).sum(), weight),
+      'truncated': ((batch['truncated'] * mask).sum(), weight), **{k: (v, weight) for k, v in counts.items()}}
+
+
+OBJECTIVES = {'mlm': masked, 'gpt': following, 'classify': labelled}
+
+
+def _tokens(logits, labels, weights, name):
+  nats = losses.cross_entropy(logits, labels)
+  right = (logits.argmax(-1) == labels) * weights
+  return {name: ((nats * weights).sum(), weights.sum())}, {'accuracy': (right.sum(), weights.sum())}
+
+
+def finish(objective: str, size: float, totals) -> dict[str, float]:
+  """The scores of a whole split.
+
+  Args:
+    size: bytes of the split's text, for bits_per_byte; 0: not known.
+    totals: sums of `loss` (nats) and of what the objective's function gives.
+  """
+  found = ratios({k: v for k, v in totals.items() if not k.startswith('confusion/')})
+  if objective == 'classify':
+    counts = {k.removeprefix('confusion/'): v[0] for k, v in totals.items() if k.startswith('confusion/')}
+    number = math.isqrt(len(counts))
+    found['mcc'] = matthews([[counts[f'{t}_{g}'] for g in range(number)] for t in range(number)])
+  elif 'loss' in found:
+    found['perplexity'] = math.exp(min(found['loss'], 700.0))
+    if objective == 'gpt' and size:
+      found['bits_per_byte'] = totals['loss'][0] / math.log(2) / size
+  return found
+
+
+def matthews(confusion) -> float:
+  """Matthews' correlation of a confusion matrix [true][guessed] of counts; 0 where a factor is 0.
+
+  Of two classes (TP TN - FP FN) / sqrt((TP+FP)(TP+FN)(TN+FP)(TN+FN)) (Matthews 1975); of more the form of
+  Gorodkin 2004, R_K, which is the same for two.
+  """
+  true = [sum(row) for row in confusion]
+  guessed = [sum(column) for column in zip(*confusion)]
+  total, right = sum(true), sum(confusion[i][i] for i in range(len(confusion)))
+  covariance = right * total - sum(t * g for t, g in zip(true, guessed))
+  factors = (total**2 - sum(g * g for g in guessed)) * (total**2 - sum(t * t for t in true))
+  return covariance / math.sqrt(factors) if factors > 0 else 0.0

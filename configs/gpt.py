@@ -1,7 +1,8 @@
 """GPT learns to go on.
 
   launch/run.sh --config=configs/gpt.py --workdir=runs/gpt
-      tiny Shakespeare by characters: 4 layers 128 wide, 64 characters seen, 2000 updates of 12; 2 CPU cores, minutes
+      tiny Shakespeare by characters: 4 layers 128 wide, 64 characters seen, 2000 updates of 12; 2 CPU cores, 6 minutes:
+      1.756 nats a character on its validation part
   launch/run.sh --config=configs/gpt.py:shakespeare --workdir=runs/shakespeare
       6 layers 384 wide, 256 characters seen, for an accelerator
   launch/run.sh --config=configs/gpt.py:full --workdir=runs/gpt-full --config.data.dir=data/corpus
@@ -49,7 +50,7 @@ def get_config(variant: str = '') -> ConfigDict:
     config.log_steps, config.eval_steps, config.checkpoint.steps = 50, 250, 250
     return config
   config.data.length = 64
-  config.model.update({'width': 128, 'layers': 4, 'heads': 4, 'dropout': 0.0, 'dtype': 'float32'})
+  config.model.update({'width': 128, 'layers': 4, 'heads': 4, 'dropout': 0.0, 'positions': 'rope', 'dtype': 'float32'})
   config.total_steps, config.optim.warmup_steps = 2000, 100
   config.input.update({'batch_size': 12, 'eval_batch_size': 128})
   config.log_steps, config.eval_steps, config.checkpoint.steps = 50, 500, 500

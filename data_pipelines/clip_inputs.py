@@ -11,7 +11,6 @@ from data_pipelines import DataError, clips as arrays, films, images
 FILMS = (*films.CODECS, '.mkv', '.webm', '.mpg', '.mpeg')      # looked for in a folder
 ARRAYS = ('.npy', '.npz')                                      # .npz to be told what to do with it
 LAYOUTS = ('TNHW', 'NTHW')                                     # in an array's name: digits.TNHW.npy
-FPS = 8                                                        # of a written GIF
 
 
 def clips(source: str, output: str, stop: Callable[[], bool], size: int, past: int,
@@ -140,16 +139,8 @@ def _writer(path: str) -> Callable[[np.ndarray], None]:
     if picture.ndim == 3:
       images.write(f'{path}.png', picture)
     else:
-      write_gif(f'{path}.gif', picture)
+      for frame in picture:
+        images.check(frame)
+      with images.whole(f'{path}.gif') as part, open(part, 'wb') as f:
+        f.write(films.gif(picture))
   return write
-
-
-def write_gif(path: str, frames: np.ndarray) -> None:
-  """Writes u8[T, H, W, 3] RGB as an endless GIF of FPS frames a second; nothing half-written stays under the name."""
-  from PIL import Image
-  for frame in frames:
-    images.check(frame)
-  first, *rest = map(Image.fromarray, frames)
-  ends_ms = [10 * round(100 * t / FPS) for t in range(len(frames) + 1)]       # the format counts in 10 ms
-  with images.whole(path) as part:
-    first.save(part, 'GIF', save_all=True, append_images=rest, loop=0, duration=np.diff(ends_ms).tolist())

@@ -16,7 +16,6 @@ import logging
 import math
 import os
 import platform
-import struct
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from typing import Any, Mapping
 import jax
 import numpy as np
 
+from data_pipelines import films
 from lab import accumulate
 from lab.config import flatten
 from lab.ledger import Ledger
@@ -118,12 +118,12 @@ class Log:
     if texts:
       self._board('write_texts', step, {name: f'```\n{text}\n```' for name, text in texts.items()})
     self._board('write_images', step, {name: image[None] for name, image in images.items() if image.ndim == 3})
-    films = {name: image for name, image in images.items() if image.ndim == 4}
-    if films:     # CLU can't write films, but TensorBoard shows a GIF where it expects an image
+    moving = {name: image for name, image in images.items() if image.ndim == 4}
+    if moving:     # CLU can't write films, but TensorBoard shows a GIF where it expects an image
       from tensorboard.plugins.image import metadata
       self._board('write_summaries', step, {
-          name: [str(film.shape[2]).encode(), str(film.shape[1]).encode(), gif(film)] for name, film in films.items()},
-                  {name: metadata.create_summary_metadata('', '') for name in films})
+          name: [str(x.shape[2]).encode(), str(x.shape[1]).encode(), films.gif(x)] for name, x in moving.items()},
+                  {name: metadata.create_summary_metadata('', '') for name in moving})
 
   def flush(self) -> None:
     """Everything logged so far is on disk when this returns; a checkpoint is only written after it."""
@@ -258,21 +258,7 @@ def write_pictures(folder: str, images: Mapping[str, np.ndarray], prefix: str = 
       Image.fromarray(image).save(path)
     else:
       with open(path, 'wb') as f:
-        f.write(gif(image))
-
-
-def gif(film: np.ndarray) -> bytes:
-  """A film u8[T, H, W, 3] as a GIF of T frames, 8 a second, that plays for ever.
-
-  Frame by frame, each with a palette of its own: Pillow's writer of films drops a frame that equals the one before.
-  """
-  from PIL import GifImagePlugin, Image
-  size = struct.pack('<HH', film.shape[2], film.shape[1])
-  parts = [b'GIF89a', size, b'\0\0\0', b'!\xff\x0bNETSCAPE2.0\x03\x01\0\0\0']     # no palette for all; no last round
-  for i, frame in enumerate(film):
-    parts += GifImagePlugin.getdata(      # a GIF counts in 10 ms: 120 and 130 in turn are 125 on average
-        Image.fromarray(frame).quantize(), duration=120 + 10 * (i % 2), disposal=2, include_color_table=True)
-  return b''.join([*parts, b';'])
+        f.write(films.gif(image))
 
 
 def rows(workdir: str) -> list[dict[str, Any]]:

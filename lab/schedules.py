@@ -55,7 +55,7 @@ def base(o, total_steps: int) -> Callable[[Step], jax.Array]:
   after = {
       'constant': lambda n: jnp.float32(peak),
       'linear': optax.linear_schedule(peak, end, max(last - warm, 1)),
-      'cosine': optax.cosine_decay_schedule(peak, max(last - warm, 1), end / peak),
+      'cosine': optax.cosine_decay_schedule(peak, max(last - warm, 1), end / peak if peak else 0.0),
       'exponential': lambda n: jnp.maximum(end, peak * o.factor ** (n / o.factor_steps)),
       # in whole numbers: optax's float quotient can fall short of the multiple itself
       'staircase': lambda n: jnp.maximum(end, peak * o.factor ** (n.astype(jnp.int32) // o.factor_steps)),

@@ -320,7 +320,7 @@ def _close(workdir, checkpoints, state, scores, reason):
       f'  goodput         {ledgers.table(ledgers.summary(workdir))}',
       'Next:',
       f'  tensorboard --logdir={workdir}/tensorboard',
-      '  the same command with --mode=predict --input=<picture, folder or film>, or with --mode=eval',
+      '  the same command with --mode=predict --input=<file, folder or text>, or with --mode=eval',
   )))
 
 

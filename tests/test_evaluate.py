@@ -7,7 +7,7 @@ import os
 import jax
 import numpy as np
 import pytest
-from data_pipelines import pipeline
+from data_pipelines import films, pipeline
 
 from lab import evaluate, logs, mesh as meshes, metrics, sharding, train
 from lab.ledger import Ledger
@@ -138,7 +138,7 @@ def film(frames, shade=0):
 @pytest.mark.parametrize('frames', [1, 2, 5])
 def test_a_film_keeps_every_frame(frames):
   from PIL import Image, ImageSequence
-  with Image.open(io.BytesIO(logs.gif(film(frames)))) as image:
+  with Image.open(io.BytesIO(films.gif(film(frames)))) as image:
     assert image.n_frames == frames and image.size == (8, 6) and image.info['loop'] == 0
     seen = [(np.asarray(f.convert('RGB')), f.info['duration'], f.disposal_method)
             for f in ImageSequence.Iterator(image)]

@@ -39,7 +39,7 @@ DOORS = {
     'PIL': r'data_pipelines/|lab/logs\.py',
     'pyarrow': r'data_pipelines/glue\.py',
     'pycocotools': r'lab/systems/pose/score\.py|data_pipelines/coco_raw\.py',
-    'safetensors': r'lab/(graft|systems/pose/weights)\.py',
+    'safetensors': r'lab/(graft|systems/(pose|language)/weights)\.py',
     'scipy': r'lab/systems/pose/assemble\.py',
     'tensorboard': r'lab/logs\.py',
     'tensorflow': r'data_pipelines/',

@@ -10,6 +10,7 @@ import subprocess
 
 import numpy as np
 import pytest
+from data_pipelines import films
 
 from lab import config as configs, logs, page, page_parts, plot
 from lab.task import ConfigError
@@ -176,7 +177,7 @@ def test_pictures_lie_inside_first_beside_newest(workdir):
 
 def test_films_are_shown_like_pictures(workdir):
   pictures = os.path.join(workdir, 'pictures')
-  film = logs.gif(np.arange(3 * 4 * 4 * 3, dtype=np.uint8).reshape(3, 4, 4, 3))
+  film = films.gif(np.arange(3 * 4 * 4 * 3, dtype=np.uint8).reshape(3, 4, 4, 3))
   for name, content in (('0000240_film', film), ('0000240_torn', film[:-1]), ('0000240_fake', b'PNG' + film)):
     with open(os.path.join(pictures, name + '.gif'), 'wb') as f:
       f.write(content)

@@ -33,8 +33,12 @@ def users_files(folder):
   clips = np.random.default_rng(0).integers(0, 256, (20, 3, 16, 16), np.uint8)
   np.save(folder / 'clip.npy', clips[:, 0])
   np.save(folder / 'sequences.npy', clips)
+  (folder / 'texts').mkdir()
+  for i in range(20):
+    (folder / 'texts' / f'{i}.txt').write_text(f'The {i}th night began like that of the night before. ' * 9)
   return {'COCO': 'data_pipelines/samples/pose', 'MNIST': 'data_pipelines/samples/video',
-          'CLIP': f'{folder}/clip.npy', 'SEQUENCES': f'{folder}/sequences.npy'}
+          'CLIP': f'{folder}/clip.npy', 'SEQUENCES': f'{folder}/sequences.npy',
+          'TEXTS': f'{folder}/texts'}
 
 
 def lab(arguments, folder):

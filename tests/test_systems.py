@@ -20,9 +20,10 @@ from tests.conftest import ROOT
 
 ONE = {'data': 1, 'fsdp': 1, 'tensor': 1}
 RECIPES = sorted(os.path.basename(p)[:-3] for p in glob.glob(os.path.join(ROOT, 'configs', '*.py')) if '__' not in p)
+SAME = {'sst2': 'cola'}                          # the same task on other data: once is enough
 
 
-@pytest.fixture(params=RECIPES)
+@pytest.fixture(params=[r for r in RECIPES if r not in SAME])
 def config(request):
   return importlib.import_module(f'configs.{request.param}').get_config('smoke')
 
@@ -62,6 +63,7 @@ def test_one_device_equals_eight(config, tmp_path, monkeypatch, shape):
   config.input.batch_size = 8
   config.total_steps = 10
   config.eval_steps = 5
+  config.eval_pictures = 0                       # drawn from one process alone
   rows = {}
   for name, (mesh, devices) in {'one': (ONE, 1), 'eight': (shape, 8)}.items():
     with monkeypatch.context() as patch:

@@ -35,12 +35,14 @@ def sequences(source, count, seed, length=LENGTH):
   return out
 
 
-def settings(objective, steps, rate):
+def settings(objective, steps, rate, positions='learned'):
   config = shape.get_config()
   config.objective = objective
   config.data.length = LENGTH
   config.model.update({'width': 64, 'layers': 2, 'heads': 4, 'dropout': 0.0, 'dtype': 'float32',
-                       'causal': objective == 'gpt'})
+                       'causal': objective == 'gpt', 'transform': False})
+  if objective != 'gpt':
+    config.model.update({'positions': positions, 'deviation': 0.1})
   config.total_steps = steps
   config.optim.update({'learning_rate': rate, 'warmup_steps': steps // 20, 'decay': 0.01, 'stacked': 'blocks/'})
   return config
@@ -121,28 +123,29 @@ def test_gpt_reaches_the_entropy_rate(source):
   assert abs(nats - 2.031) <= .02 and accuracy <= .3258 + .01
 
 
-@pytest.fixture(scope='module')
-def bert(source):
-  """A body that has learnt to fill gaps."""
+def bert(source, positions):
+  """A body that has learnt to fill gaps: as `fit` returns it."""
   train = sequences(source, 60_000, 4)
 
   def batches():
     for seed in range(10**9):
       rows = train[np.random.default_rng((5, seed)).integers(0, len(train), BATCH)]
       yield masked(rows, (6, seed))
-  return fit(settings('mlm', 2000, 3e-3), 0, batches())
+  return fit(settings('mlm', 2000, 3e-3, positions), 0, batches())
 
 
-def test_bert_reaches_what_both_neighbours_tell(source, bert):
-  """1.4381 nats for a lone gap between known letters (accuracy .5131); gaps beside gaps cost more."""
-  _, params, judge, first = bert
-  assert first == pytest.approx(np.log(MASK + 1), abs=.05)
+def test_bert_reaches_what_both_neighbours_tell(source):
+  """1.4381 nats for a lone gap between known letters (accuracy .5131). Gaps beside gaps and letters that were replaced
+  cost more: 1.4696 are left to one who knows the source and how it is masked (forward-backward, on these sequences).
+  """
+  _, params, judge, first = bert(source, 'rope')
+  assert first == pytest.approx(np.log(MASK + 1), abs=.5)         # wide weights: not yet even
   nats, accuracy = score(judge, params, masked(sequences(source, 4096, 7), 8), 'mlm')
   assert nats <= 1.50 and accuracy >= .49
-  assert nats >= 1.40      # less would mean that it sees what it has to guess
+  assert nats >= 1.465     # less would mean that it sees what it has to guess
 
 
-def test_what_bert_learnt_carries_over(source, bert):
+def test_what_bert_learnt_carries_over(source):
   """Sequences of the source against some with 12 of 32 letters redrawn: which is which?"""
   def labelled(count, seed):
     rows, draw = sequences(source, count, seed)[:, :LENGTH - 2], np.random.default_rng((seed, 1))
@@ -162,7 +165,8 @@ def test_what_bert_learnt_carries_over(source, bert):
   config = settings('classify', 600, 1e-3)
   config.model.pool = 'mean'
   found = {}
-  body = {k: bert[1][k] for k in ('tokens', 'positions', 'body')}
+  learnt = bert(source, 'learned')[1]      # with rotary positions the task is learnt from scratch too
+  body = {k: learnt[k] for k in ('tokens', 'positions', 'body')}
   for name, start in (('transferred', body), ('scratch', None)):
     _, params, judge, _ = fit(config, 2, batches(), start)
     terms, sums = jax.device_get(judge(params, test))

@@ -5,6 +5,9 @@
       2 CPU cores, minutes
   launch/run.sh --config=configs/cola.py:full --workdir=runs/cola2 --config.init_from=RUN --config.data.dir=data/cola
       CoLA, for an accelerator; its score is `mcc` on the 527 + 516 sentences of GLUE's dev set
+  launch/run.sh --config=configs/cola.py:minilm --workdir=runs/cola3 --config.init_from=F --config.data.dir=data/cola
+      the same from a BERT of 6 layers 384 wide, such as MiniLM, whose weights `python -m lab.systems.language.weights
+      import --length=64` has turned into F, a .safetensors file
 
   python -m data_pipelines.prepare cola --raw_dir=COLA --out_dir=data/cola --tokenizer=data/corpus
 """
@@ -14,17 +17,21 @@ from ml_collections import ConfigDict
 from lab.systems.language import config as shape
 from lab.task import ConfigError
 
-VARIANTS = ('smoke', 'full')
+VARIANTS = ('smoke', 'full', 'minilm')
 
 
 def get_config(variant: str = '') -> ConfigDict:
-  """'': shipped text; 'smoke': the tests' size; 'full': CoLA on an accelerator."""
+  """'': shipped text; 'smoke': the tests' size; 'full' and 'minilm': CoLA on an accelerator."""
   config = shape.get_config()
   config.objective = 'classify'
   config.checkpoint.best = 'mcc'
   config.optim.update({'name': 'adamw', 'learning_rate': 5e-5, 'decay': 0.01, 'decay_not': '(tokens|positions|types)$'})
   config.model.dropout = 0.1
-  if variant == 'full':
+  if variant in ('full', 'minilm'):
+    if variant == 'minilm':
+      config.data.length = 64
+      config.model.update({'width': 384, 'norm': 'post', 'norm_eps': 1e-12, 'embed_norm': True, 'types': 2,
+                           'pooler': True, 'attention_dropout': 0.1})
     config.total_steps, config.optim.warmup_steps = 1608, 96     # six epochs
     config.data.eval = 'dev'
     config.input.update({'batch_size': 32, 'eval_batch_size': 128})

@@ -15,13 +15,13 @@ from lab.task import ConfigError
 
 
 def get_config(variant: str = '') -> ConfigDict:
-  """'': shipped text; 'smoke': the tests' size; 'full': SST-2 on an accelerator."""
+  """'': shipped text; 'smoke': the tests' size; 'full' and 'minilm': SST-2 on an accelerator."""
   if variant and variant not in cola.VARIANTS:
     raise ConfigError(f'configs/sst2.py has no variant {variant!r}; there are {", ".join(cola.VARIANTS)}')
   config = cola.get_config(variant)
   config.data.sample = 'sst2'
   config.checkpoint.best = 'accuracy'
-  if variant == 'full':
+  if variant in ('full', 'minilm'):
     config.total_steps, config.optim.warmup_steps = 2841, 170    # three epochs of nine tenths of the training sentences
     config.optim.learning_rate = 3e-5
     config.input.batch_size = 64

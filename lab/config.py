@@ -19,6 +19,7 @@ def core() -> ConfigDict:
       'total_steps': 1000,         # optimizer updates; the schedules end here
       'init_from': '',             # graft weights from path[:best|latest|STEP] of another run, or a .safetensors file
       'init_only': '.*',           # regex of parameter paths that init_from may fill
+      'init_parts': (),            # ((prefix, source as in init_from), ...): all parameters below a prefix, from there
       'continue_from': '',         # go on from the step, weights and moments of path[:best|latest|STEP] of another run
       'assets': '',                # folder of what a run keeps (a tokenizer); where it is there, the program sets it
       'platform': '',              # cpu, gpu or tpu must be there; '' takes the best there is and says so

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import re
-from typing import Any
+from typing import Any, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import numpy as np
 
 from lab.checkpoint import HEADS, CheckpointError, Checkpoints, below, join, split, verify
 from lab.sharding import paths
-from lab.task import TrainState
+from lab.task import ConfigError, TrainState
 
 log = logging.getLogger('lab')
 
@@ -26,7 +26,7 @@ def graft(params: Any, source: str, only: str = '.*', config=None) -> Any:
   there, or not wanted) or mismatched (other shape). Raises CheckpointError where nothing can be taken, and where a
   .safetensors file says in its metadata that it needs another value of a key in config.model (preprocess, backbone).
   """
-  there = _safetensors(source, config) if source.endswith('.safetensors') else _run_weights(source)
+  there = _arrays(source, 'init_from', config)
   taken, fresh, mismatched, out = [], [], [], []
   for path, x in paths(params):
     new = there.get(path)
@@ -43,6 +43,35 @@ def graft(params: Any, source: str, only: str = '.*', config=None) -> Any:
     log.info('init_from %s: %d %s%s', source, len(items), name, ': ' + ', '.join(items) if items else '')
   if not taken:
     raise CheckpointError(f'init_from = {source}: none of its {len(there)} arrays fits; mismatched: {mismatched[:3]}')
+  return jax.tree.unflatten(jax.tree.structure(params), out)
+
+
+def fill(params: Any, parts: Sequence[tuple[str, str]], stacked: str = '') -> Any:
+  """Fills the parameters below each prefix of `parts`, ((prefix, source), ...), by the rest of their paths; all.
+
+  A parameter belongs to the longest prefix that it lies below; those below none stay, and '' has all that is left. Of
+  an array whose path `stacked` finds, [L, ...], and which has k L layers there, every k-th is taken, from the first on.
+  Raises CheckpointError where an array is missing there or has another shape, for a part that is half from elsewhere
+  and half from chance looks like one that was learnt; ConfigError where no parameter is below a prefix.
+  """
+  sources, read = dict(parts), functools.cache(lambda source: _arrays(source, 'init_parts'))
+  owners = {p: max((x for x in sources if not x or p.startswith(x + '/')), key=len, default=None)
+            for p, _ in paths(params)}
+  if idle := [x for x in sources if x not in owners.values()]:
+    raise ConfigError(f'config.init_parts: no parameter is below {idle[0]!r}; there are {", ".join(list(owners)[:5])}'
+                      f'{" and more" if len(owners) > 5 else ""}')
+  out = []
+  for path, x in paths(params):
+    if (prefix := owners[path]) is not None:
+      name, there = path[len(prefix) + 1 if prefix else 0:], read(sources[prefix])
+      found = _alternate(there.get(name), x.shape) if stacked and re.search(stacked, path) else there.get(name)
+      if found is None or found.shape != x.shape:
+        lack = 'has no such array' if found is None else f'has {there[name].shape}'
+        raise CheckpointError(f'init_parts: {path} {x.shape} should come from {sources[prefix]}, which {lack} ({name})')
+      x = jax.make_array_from_callback(x.shape, x.sharding, functools.partial(_slice, found, x.dtype))
+    out.append(x)
+  for prefix, source in sources.items():
+    log.info('init_parts: %d arrays below %r are from %s', [*owners.values()].count(prefix), prefix, source)
   return jax.tree.unflatten(jax.tree.structure(params), out)
 
 
@@ -80,6 +109,12 @@ def continued(state: TrainState, source: str, moments: bool) -> TrainState:
   return new._replace(opt=new.opt._replace(joint=joint))
 
 
+def _alternate(found, shape):
+  """Every k-th of the layers of `found` [k L, ...], where `shape` has L of them."""
+  deeper = found is not None and found.ndim and shape and len(found) > shape[0] > 0 and len(found) % shape[0] == 0
+  return found[::len(found) // shape[0]] if deeper else found
+
+
 def _slice(array, dtype, index):
   return np.asarray(array[index], dtype)
 
@@ -94,25 +129,28 @@ def _run(source, key):
   return path, which
 
 
-def _run_weights(source):
-  path, which = _run(source, 'init_from')
+def _arrays(source, key, config=None):
+  """path -> array of a run's weights or of a .safetensors file, which the config's key names."""
+  if source.endswith('.safetensors'):
+    return _safetensors(source, key, config)
+  path, which = _run(source, key)
   with contextlib.closing(Checkpoints(path)) as checkpoints:
     return checkpoints.arrays(checkpoints.find(which))
 
 
-def _safetensors(source, config):
+def _safetensors(source, key, config):
   from safetensors import SafetensorError, safe_open
   if not os.path.isfile(source):
-    raise CheckpointError(f'init_from = {source}: no such file{_nearby(source)}')
+    raise CheckpointError(f'{key} = {source}: no such file{_nearby(source)}')
   try:
     with safe_open(source, 'numpy') as f:
       needs, arrays = f.metadata() or {}, {k: f.get_tensor(k) for k in f.keys()}
   except SafetensorError as e:
-    raise CheckpointError(f'init_from = {source}: not a safetensors file: {e}') from None
+    raise CheckpointError(f'{key} = {source}: not a safetensors file: {e}') from None
   has = config.model if config is not None and 'model' in config else {}
-  for key, value in needs.items():
-    if key in has and str(has[key]) != value:
-      raise CheckpointError(f'init_from = {source}: its weights need config.model.{key} = {value!r}, not {has[key]!r}')
+  for name, value in needs.items():
+    if name in has and str(has[name]) != value:
+      raise CheckpointError(f'{key} = {source}: its weights need config.model.{name} = {value!r}, not {has[name]!r}')
   return arrays
 
 

@@ -15,7 +15,7 @@ from data_pipelines import pipeline
 from lab import accumulate, evaluate, flops, ledger as ledgers, logs, memory, mesh as meshes, metrics, optim, sharding
 from lab.checkpoint import Checkpoints, digest
 from lab.config import choice, core, flatten
-from lab.graft import continued, graft
+from lab.graft import continued, fill, graft
 from lab.ledger import Ledger
 from lab.programs import Program
 from lab.task import ConfigError, Task, TrainState
@@ -61,6 +61,14 @@ def check(config) -> None:
     raise ConfigError(f'config.init_only = {config.init_only!r}: not a regular expression: {e}') from None
   if not config.init_from and config.init_only != (default := core().init_only):
     raise ConfigError(f'config.init_only = {config.init_only!r}: expected {default!r}, for init_from is not set')
+  if not all(isinstance(x, tuple) and [*map(type, x)] == [str, str] and x[1] for x in config.init_parts):
+    raise ConfigError(f'config.init_parts = {config.init_parts!r}: expected ((prefix, run or .safetensors file), ...)')
+  prefixes = [prefix for prefix, _ in config.init_parts]
+  if len({*prefixes}) < len(prefixes):
+    raise ConfigError(f'config.init_parts = {config.init_parts!r}: a prefix is there twice')
+  for key in ('init_from', 'continue_from') if '' in prefixes else ():
+    if config[key]:
+      raise ConfigError(f'config.{key} = {config[key]!r}: expected \'\', for all weights come from init_parts')
 
 
 def initial(task: Task, tx: optim.Optimizer, config, spec: dict) -> Callable[[], TrainState]:
@@ -177,6 +185,10 @@ def start(task, tx, config, like, spec, checkpoints) -> TrainState:
       state = state._replace(params=params, opt=state.opt._replace(ema=ema))
     if config.continue_from:
       state = continued(state, config.continue_from, config.optim.keep_moments)
+    if config.init_parts:      # last: wherever the rest comes from
+      params, ema = (fill(x, config.init_parts, config.optim.stacked) if x else x
+                     for x in (state.params, state.opt.ema))
+      state = state._replace(params=params, opt=state.opt._replace(ema=ema))
     logs.say(f'no checkpoint in {checkpoints.folder}: starting at step {int(state.step)}')
   if int(state.step) > config.total_steps or not checkpoints.steps() and int(state.step) == config.total_steps:
     raise ConfigError(f'the run is at step {int(state.step)}, beyond config.total_steps = {config.total_steps}'

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from lab import checkpoint, graft, mesh as meshes, optim, train
 from lab.checkpoint import CheckpointError, Checkpoints, DiskFull
-from lab.task import TrainState
+from lab.task import ConfigError, TrainState
 from tests import toy
 
 MESHES = {'4x2': ({'data': 4, 'fsdp': 2, 'tensor': 1}, 8), '1x8': ({'data': 1, 'fsdp': 8, 'tensor': 1}, 8),
@@ -302,3 +302,62 @@ def test_graft_from_safetensors(fresh, tmp_path):
 def test_split_and_join_are_inverse(state):
   again = checkpoint.join(checkpoint.split(state), state)
   assert isinstance(again, TrainState) and jax.tree.structure(again) == jax.tree.structure(state)
+
+
+# parts from elsewhere
+
+@pytest.fixture
+def stack(tmp_path):
+  """A file with a stack of six layers, and one without its bias."""
+  from safetensors.numpy import save_file
+  arrays = {'blocks/kernel': np.arange(24, dtype=np.float32).reshape(6, 4), 'bias': np.full(3, 7, np.float32)}
+  save_file(arrays, str(tmp_path / 'whole.safetensors'))
+  save_file({k: v for k, v in arrays.items() if k != 'bias'}, str(tmp_path / 'half.safetensors'))
+  return tmp_path / 'whole.safetensors', tmp_path / 'half.safetensors', arrays
+
+
+def parts(layers=3):
+  return {'blocks': {'kernel': jnp.zeros((layers, 4))}, 'bias': jnp.zeros(3),
+          'old': {'blocks': {'kernel': jnp.zeros((6, 4))}, 'bias': jnp.zeros(3)}, 'older': jnp.zeros(2)}
+
+
+def test_a_part_is_filled_by_the_rest_of_its_paths(stack):
+  whole, _, arrays = stack
+  got = graft.fill(parts(), (('old', str(whole)),), 'blocks/')
+  np.testing.assert_array_equal(got['old']['blocks']['kernel'], arrays['blocks/kernel'])
+  assert np.all(got['old']['bias'] == 7) and not np.any(got['bias']) and not np.any(got['older'])
+
+
+def test_the_longest_prefix_decides_and_a_shallow_stack_takes_every_second_layer(stack):
+  whole, _, arrays = stack
+  tree = {k: v for k, v in parts().items() if k != 'older'}
+  got = graft.fill(tree, (('', str(whole)), ('old', str(whole))), 'blocks/')
+  np.testing.assert_array_equal(got['blocks']['kernel'], arrays['blocks/kernel'][[0, 2, 4]])
+  np.testing.assert_array_equal(got['old']['blocks']['kernel'], arrays['blocks/kernel'])
+  for layers, stacked in ((3, ''), (4, 'blocks/')):
+    tree['blocks'] = {'kernel': jnp.zeros((layers, 4))}
+    with pytest.raises(CheckpointError, match=rf'blocks/kernel \({layers}, 4\) should come from .* has \(6, 4\)'):
+      graft.fill(tree, (('', str(whole)), ('old', str(whole))), stacked)
+
+
+def test_half_a_part_is_refused(stack, tmp_path):
+  whole, half, _ = stack
+  with pytest.raises(CheckpointError, match=r'init_parts: old/bias \(3,\) .* has no such array \(bias\)'):
+    graft.fill(parts(), (('old', str(half)),))
+  with pytest.raises(CheckpointError, match='init_parts = .*: no such file'):
+    graft.fill(parts(), (('old', str(tmp_path / 'none.safetensors')),))
+  with pytest.raises(ConfigError, match="no parameter is below 'ol'; there are"):
+    graft.fill(parts(), (('ol', str(whole)),))
+
+
+@pytest.mark.parametrize('values, message', [
+    ({'init_parts': ('old', 'run')}, r'expected \(\(prefix, run or .safetensors file\), ...\)'),
+    ({'init_parts': (('old', ''),)}, r'expected \(\(prefix'),
+    ({'init_parts': (('old', 'a'), ('old', 'b'))}, 'a prefix is there twice'),
+    ({'init_parts': (('', 'a'),), 'init_from': 'b'}, "init_from = 'b': expected '', for all weights come from"),
+    ({'init_parts': (('', 'a'),), 'continue_from': 'b'}, "continue_from = 'b': expected ''"),
+])
+def test_parts_that_cannot_be_are_told(toy_config, values, message):
+  toy_config.update(values)
+  with pytest.raises(ConfigError, match=message):
+    train.check(toy_config)

@@ -24,6 +24,13 @@ def get_config() -> ConfigDict:
   config.mlm = ConfigDict({
       'share': 0.15,             # of a window's tokens that are to be guessed
   })
+  config.distill = ConfigDict({  # mlm: learn from a teacher as well; lab/systems/language/distill.py
+      'teacher': '',             # its run, path[:best|latest|STEP], with the same tokenizer; '': none
+      'begin': 'layers',         # as every k-th of the teacher's layers, with its embeddings and head; or afresh
+      'temperature': 2.0,        # that both distributions are softened by
+      'kl': 2.5,                 # weight, beside the cross-entropy's 1, of temperature^2 KL(teacher || student)
+      'states': 0.5,             # of 1 - cosine of the last states
+  })
   config.predict = ConfigDict({  # --mode=predict
       'verb': '',                # fill (mlm), generate or score (gpt), classify; '': the first of the objective's
       'top': 5,                  # fill: candidates for each masked word

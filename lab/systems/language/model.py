@@ -107,8 +107,12 @@ class Language(nn.Module):
 
   def masked(self, ids, segments, places, train: bool = False):
     """Logits f32[B, n, rows] at the places i32[B, n]."""
+    return self.both(ids, segments, places, train)[1]
+
+  def both(self, ids, segments, places, train: bool = False):
+    """The last states [B, S, width], and logits f32[B, n, rows] at the places i32[B, n]."""
     x = self.states(ids, segments, train)
-    return self.logits(jnp.take_along_axis(x, places[..., None], 1))
+    return x, self.logits(jnp.take_along_axis(x, places[..., None], 1))
 
   def following(self, ids, segments, train: bool = False):
     """Logits f32[B, S, rows] of the id that follows each."""

@@ -10,14 +10,14 @@ def masked(net, params, batch, rngs=None):
   """'mlm': cross-entropy in nats at the masked places, and how many are guessed right."""
   logits = net.apply({'params': params}, batch['ids'], batch['segments'], batch['places'], rngs is not None,
                      method='masked', rngs=rngs)
-  return _tokens(logits, batch['labels'], batch['weights'] * batch['mask'][:, None], 'mlm')
+  return tokens(logits, batch['labels'], batch['weights'] * batch['mask'][:, None], 'mlm')
 
 
 def following(net, params, batch, rngs=None):
   """'gpt': cross-entropy in nats of every next token, and how many are the likeliest."""
   logits = net.apply({'params': params}, batch['ids'], batch['segments'], rngs is not None, method='following',
                      rngs=rngs)
-  return _tokens(logits, batch['labels'], batch['weights'] * batch['mask'][:, None], 'gpt')
+  return tokens(logits, batch['labels'], batch['weights'] * batch['mask'][:, None], 'gpt')
 
 
 def labelled(net, params, batch, rngs=None):
@@ -36,7 +36,8 @@ def labelled(net, params, batch, rngs=None):
 OBJECTIVES = {'mlm': masked, 'gpt': following, 'classify': labelled}
 
 
-def _tokens(logits, labels, weights, name):
+def tokens(logits, labels, weights, name):
+  """Terms and sums of logits f32[B, n, V] for labels i32[B, n] that count by weights f32[B, n]."""
   nats = losses.cross_entropy(logits, labels)
   right = (logits.argmax(-1) == labels) * weights
   return {name: ((nats * weights).sum(), weights.sum())}, {'accuracy': (right.sum(), weights.sum())}

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from lab.config import choice, flatten
 from lab.nn import transformer
-from lab.systems.language import generate, model, objectives, text
+from lab.systems.language import distill, generate, model, objectives, text
 from lab.task import ConfigError, Task
 
 VERBS = {'mlm': ('fill',), 'gpt': ('generate', 'score'), 'classify': ('classify',)}
@@ -31,19 +31,27 @@ CHOICES = {
 def make_task(config) -> Task:
   """The language task of a configuration. Raises ConfigError for settings that don't fit together."""
   check(config)
+  teacher = distill.find(config)
+  distill.check(config, teacher)
+  distill.settle(config)
   data = Data(config)
   network = functools.cache(lambda: model.make(config, data.vocabulary(), len(data.labels())))
+  mentor = functools.cache(lambda: distill.make(config, teacher, data.tokenizer(), data.vocabulary()))
   judge = objectives.OBJECTIVES[config.objective]
 
   def init(key, batch):
     net, batch = network(), {k: batch[k] for k in ('ids', 'segments', 'places') if k in batch}
     if config.objective == 'mlm' and 'places' not in batch:          # an input of --mode=predict
       batch['places'] = jnp.zeros((len(batch['ids']), 1), jnp.int32)
-    return net.init(key, **batch)['params'], {}
+    params = net.init(key, **batch)['params']
+    return {**params, distill.PREFIX: distill.empty(mentor(), key, batch)} if teacher else params, {}
 
   def loss(params, stats, batch, key, step):
     del step
-    terms, sums = judge(network(), params, batch, {'dropout': key})
+    if teacher:
+      terms, sums = distill.masked(network(), mentor(), config.distill, params, batch, {'dropout': key})
+    else:
+      terms, sums = judge(network(), params, batch, {'dropout': key})
     return terms, (stats, {k: v for k, v in sums.items() if not k.startswith('confusion/')})
 
   def measure(params, stats, batch):
@@ -55,13 +63,21 @@ def make_task(config) -> Task:
     del stats
     return text.outputs(network(), config, params, batch, key)
 
-  return Task(init=init, loss=loss, measure=measure, predict=predict, source=data.source, rules=rules(config),
+  def files():
+    if not teacher:
+      return data.files()
+    mentor()      # a teacher that doesn't fit is told before anything is kept
+    return data.files() | {distill.FILE: teacher.to_json()}
+
+  models = [c.model for c in (config, teacher) if c]
+  return Task(init=init, loss=loss, measure=measure, predict=predict, source=data.source,
+              rules=rules(config.objective, *models),
               finish=lambda totals: objectives.finish(config.objective, data.bytes(), totals),
               records=lambda outputs, batch: text.records(config, data, outputs, batch),
               picture=lambda outputs, batch: text.panels(config, data, outputs, batch),
               inputs=lambda source, output, stop: text_inputs.texts(
                   source, data.tokenizer(), config.predict.verb or VERBS[config.objective][0], config.data.length),
-              files=data.files)
+              files=files)
 
 
 class Data:
@@ -108,7 +124,9 @@ class Data:
     if self.kept:
       path = os.path.join(self.kept, 'tokenizer.json')
       return tokens.load(path) if os.path.exists(path) else None
-    return (glue if self.config.objective == 'classify' else corpus).tokenizer(self.folder())
+    if self.config.objective == 'classify':
+      return glue.tokenizer(self.folder())
+    return corpus.tokenizer(self.folder()) if self.facts()['fingerprint'] else None      # its ids came without one
 
   def _vocabulary(self) -> int:
     words = self.tokenizer()
@@ -153,18 +171,17 @@ def check(config) -> None:
                       'mean')
 
 
-def rules(config):
-  """Which axis of which array may be split over devices; only what this configuration has."""
-  m = config.model
+def rules(objective, *models):
+  """Which axis of which array may be split over devices; only what these sections config.model have."""
   found = [
       (r'(^|/)(tokens|head)$', P(('fsdp', 'tensor')), 'rows are words, independent of each other'),
       (r'blocks/(attention/qkv|mlp/up)/kernel$', P(None, 'fsdp', 'tensor'), 'heads and hidden units are independent'),
       (r'blocks/(attention/out|mlp/down)/kernel$', P(None, 'tensor', 'fsdp'), 'takes what the tensor axis holds apart'),
   ]
-  if m.positions == 'learned':
+  if any(m.positions == 'learned' for m in models):
     found.append((r'(^|/)positions$', P(None, ('fsdp', 'tensor')), 'features are independent'))
-  if config.objective == 'mlm' and m.transform:
+  if objective == 'mlm' and any(m.transform for m in models):
     found.append((r'(^|/)transform/kernel$', P(None, ('fsdp', 'tensor')), 'features are independent'))
-  if config.objective == 'classify' and m.pooler:
+  if objective == 'classify' and any(m.pooler for m in models):
     found.append((r'(^|/)pooler/kernel$', P(None, ('fsdp', 'tensor')), 'features are independent'))
   return tuple(found)

@@ -15,7 +15,7 @@ import numpy as np
 from data_pipelines import pipeline
 
 from lab import accumulate, logs, memory, mesh as meshes, metrics, optim, train
-from lab.graft import graft
+from lab.graft import fill, graft
 from lab.ledger import Ledger
 from lab.programs import Program
 from lab.task import ConfigError
@@ -54,6 +54,8 @@ def _measure(task, config, workdir, mesh) -> tuple[list[float], list[float]]:
   state = jax.jit(train.initial(task, tx, config, batches.spec(1)), out_shardings=layout)()
   if config.init_from:
     state = state._replace(params=graft(state.params, config.init_from, config.init_only, config))
+  if config.init_parts:
+    state = state._replace(params=fill(state.params, config.init_parts, config.optim.stacked))
   ledger = Ledger(workdir, writes=False)
   step = Program('the training step', train.make_step(task, tx, config, like, mesh), ledger,
                  look=lambda compiled, args: memory.check_step(compiled, *args))

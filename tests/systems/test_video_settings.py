@@ -85,6 +85,15 @@ def test_a_setting_that_is_read_is_not(keys):
   load(settings(shape.get_config(), keys))
 
 
+def test_fixed_sequences_may_be_smaller_than_a_digit(tmp_path):
+  np.save(tmp_path / 'clips.npy', np.zeros((3, 20, 16, 16), np.uint8))
+  clips.prepare(str(tmp_path / 'clips.npy'), str(tmp_path / 'out'))
+  small = {'data.dir': str(tmp_path / 'out'), 'data.eval': 'test', 'video.size': 16}
+  assert load(settings(shape.get_config(), small)).source('eval').size == 3
+  with pytest.raises(ConfigError, match='video.size = 16: a digit of 28 px'):
+    load(settings(shape.get_config(), {'video.size': 16}))
+
+
 def test_fixed_sequences_refuse_the_settings_of_generated_ones(tmp_path):
   np.save(tmp_path / 'clips.npy', np.zeros((3, 20, 64, 64), np.uint8))
   folder = clips.prepare(str(tmp_path / 'clips.npy'), str(tmp_path / 'out'))[0]

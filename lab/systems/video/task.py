@@ -81,10 +81,14 @@ def make_task(config) -> Task:
 
 
 def source(config, split):
-  """A split of the data set; ConfigError for a key of the generator that was set where the sequences are fixed."""
+  """A split of the data set; ConfigError for a key of the generator that was set where the sequences are fixed, and for
+  frames in which generated digits could not move.
+  """
   found = moving_mnist.source(config.data.dir, config.data[split], config.data, config.video)
   if found.decode is clips.decode:
     registry.expect_default(config, GENERATED, f'the sequences in {config.data.dir} are fixed')
+  else:
+    check_room(config)
   return found
 
 
@@ -130,9 +134,8 @@ def check(config) -> None:
       raise ConfigError(f'config.{key} = {flatten(config)[key]}: expected {low} to {high}')
   if config.data.pool < 1 or 28 % config.data.pool:
     raise ConfigError(f'config.data.pool = {config.data.pool}: expected a divisor of 28, the side of a digit')
-  if config.video.size <= 28 // config.data.pool:
-    raise ConfigError(f'config.video.size = {config.video.size}: a digit of {28 // config.data.pool} px must fit in '
-                      'and move')
+  if config.data.dir == 'sample':          # of another folder it takes a look to know whether there are digits
+    check_room(config)
   if not 0 <= config.data.speed_min <= config.data.speed_max <= 1:
     raise ConfigError(f'config.data.speed_min = {config.data.speed_min}, speed_max = {config.data.speed_max}: expected '
                       '0 <= speed_min <= speed_max <= 1')
@@ -141,6 +144,13 @@ def check(config) -> None:
       raise ConfigError(f'config.loss.{key} = {config.loss[key]}: expected more than 0')
   output.parse(config.loss.combo, config.loss.multiply)
   model.check(config)
+
+
+def check_room(config) -> None:
+  """Raises ConfigError where a digit fills the frame."""
+  if config.video.size <= 28 // config.data.pool:
+    raise ConfigError(f'config.video.size = {config.video.size}: a digit of {28 // config.data.pool} px must fit in '
+                      'and move')
 
 
 def _use(config, truth, key, step):

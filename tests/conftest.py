@@ -4,7 +4,9 @@ import os
 import sys
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
-os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'
+# on few cores that other tests share a fake device may be late; XLA would end the process after 40 s
+os.environ['XLA_FLAGS'] = ('--xla_force_host_platform_device_count=8 '
+                           '--xla_cpu_collective_call_terminate_timeout_seconds=280')
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', os.path.expanduser('~/.cache/lab/jax-tests'))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES', '-1')

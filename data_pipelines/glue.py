@@ -261,6 +261,7 @@ def source(folder: str, split: str, *, length: int, labels: Sequence[str] = ()) 
 
   Args:
     folder: of a prepared task.
+    split: its name; or several, as TFDS writes them: 'train+validation'.
     labels: names in the order that the model has; () the order of the data.
 
   Raises:
@@ -268,15 +269,18 @@ def source(folder: str, split: str, *, length: int, labels: Sequence[str] = ()) 
   """
   path = _find(folder)
   found = prepared.manifest(path)
-  if split not in found['splits']:
-    raise DataError(f'{path}: no split {split!r}; there are {", ".join(sorted(found["splits"]))}')
+  parts = split.split('+')
+  for part in parts:
+    if part not in found['splits']:
+      raise DataError(f'{path}: no split {part!r}; there are {", ".join(sorted(found["splits"]))}')
   names, wanted = found['options']['labels'], list(labels or found['options']['labels'])
   if not set(names) <= set(wanted):
     raise DataError(f'{path}: the labels of the data are {", ".join(names)}, those of the model {", ".join(wanted)}; '
                     'labels go by their names')
-  entry = found['splits'][split]
+  entries = [found['splits'][part] for part in dict.fromkeys(parts)]
   augment = functools.partial(_example, length, found['options']['special'], [wanted.index(name) for name in names])
-  return Source(tuple(os.path.join(path, name) for name in sorted(entry['shards'])), decode, augment, entry['records'])
+  shards = tuple(os.path.join(path, name) for entry in entries for name in sorted(entry['shards']))
+  return Source(shards, decode, augment, sum(entry['records'] for entry in entries))
 
 
 def decode(serialized) -> dict:

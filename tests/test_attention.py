@@ -135,6 +135,8 @@ def test_what_flash_is_given_means_the_same(pretend_gpu, causal, segments):
   run = lambda how: jax.vjp(lambda *x: attend(*x, causal=causal, segments=segments, implementation=how), *half)
   (flash, pull), (plain, pull_plain) = run('auto'), run('plain')
   assert [c['is_causal'] for c in pretend_gpu] == [causal]
+  # on an H200 the gradients of heads of 32 features were NaN where a row had no key at all
+  assert all(c['mask'].any(-1).all() for c in pretend_gpu if c.get('mask') is not None)
   for a, b in zip((flash, *pull(flash)), (plain, *pull_plain(plain))):
     assert a.dtype == jnp.bfloat16 and np.linalg.norm(np.float32(a) - np.float32(b)) < .02 * np.linalg.norm(
         np.float32(b))

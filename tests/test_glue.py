@@ -281,6 +281,18 @@ def test_source_says_what_is_there(cola, tmp_path, capsys, tokenizer):
   assert glue.source(str(tmp_path / 'sst2_sentences' / glue.VERSION), 'dev', length=16).size == 1
 
 
+def test_several_splits_are_read_as_one(cola):
+  both = glue.source(cola, 'validation+test', length=16)
+  parts = [examples(glue.source(cola, name, length=16), size=3, train=False) for name in ('validation', 'test')]
+  sizes = [int(p['mask'].sum()) for p in parts]
+  found = examples(both, size=sum(sizes), train=False)
+  assert both.size == sum(sizes) == 3
+  assert found['ids'].tolist() == [row for p, n in zip(parts, sizes) for row in p['ids'][:n].tolist()]
+  assert glue.source(cola, 'test+test', length=16).size == sizes[1]
+  with pytest.raises(DataError, match="no split 'val'; there are dev"):
+    glue.source(cola, 'train+val', length=16)
+
+
 # the sample
 
 @pytest.mark.parametrize('task, names', [('cola', ('unacceptable', 'acceptable')), ('sst2', ('stoker', 'shakespeare'))])

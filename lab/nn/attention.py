@@ -118,12 +118,13 @@ _scores.defvjp(lambda q, k: (_scores(q, k), (q, k)), _scores_backward)
 def _flash(q, k, v, causal, segments, key_segments):
   """cuDNN's kernel; segments become a bias [B, 1, S, T] there, so that memory is one H-th of the plain path's."""
   mask = _visible(q, k, False, segments, key_segments, None)      # causal is the kernel's own: it skips what is hidden
-  y = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, implementation='cudnn')
   if mask is None:
-    return y
-  # a row without keys is a mean of values there
-  alive = jnp.any(_visible(q, k, causal, segments, key_segments, None), -1)[:, 0, :, None, None]
-  return jnp.where(alive, y, 0)
+    return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation='cudnn')
+  # a row without keys would be a mean of values, and in some of the kernels NaN in the gradients: it gets all keys, and
+  # its result is taken away
+  alive = jnp.any(_visible(q, k, causal, segments, key_segments, None), -1, keepdims=True)      # [B, 1, S, 1]
+  y = jax.nn.dot_product_attention(q, k, v, mask=mask | ~alive, is_causal=causal, implementation='cudnn')
+  return jnp.where(alive[:, 0, :, :, None], y, 0)
 
 
 def _obstacle(q, k, segments, mask, dropout) -> str:

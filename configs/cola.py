@@ -2,12 +2,13 @@
 
   launch/run.sh --config=configs/cola.py --workdir=runs/cola --config.init_from=runs/mlm
       sentences of the shipped book, half of them with two neighbouring words exchanged; the body of configs/mlm.py;
-      2 CPU cores, minutes
+      2 CPU cores, 4 minutes: MCC .358
   launch/run.sh --config=configs/cola.py:full --workdir=runs/cola2 --config.init_from=RUN --config.data.dir=data/cola
       CoLA, for an accelerator; its score is `mcc` on the 527 + 516 sentences of GLUE's dev set
   launch/run.sh --config=configs/cola.py:minilm --workdir=runs/cola3 --config.init_from=F --config.data.dir=data/cola
       the same from a BERT of 6 layers 384 wide, such as MiniLM, whose weights `python -m lab.systems.language.weights
-      import --length=64` has turned into F, a .safetensors file
+      import --length=64` has turned into F, a .safetensors file; one H200, 35 s: MCC .323 on the dev set (median of
+      three seeds)
 
   python -m data_pipelines.prepare cola --raw_dir=COLA --out_dir=data/cola --tokenizer=data/corpus
 """
@@ -31,7 +32,7 @@ def get_config(variant: str = '') -> ConfigDict:
     if variant == 'minilm':
       config.data.length = 64
       config.model.update({'width': 384, 'norm': 'post', 'norm_eps': 1e-12, 'embed_norm': True, 'types': 2,
-                           'pooler': True, 'attention_dropout': 0.1})
+                           'pool': 'mean', 'attention_dropout': 0.1})
     config.total_steps, config.optim.warmup_steps = 1608, 96     # six epochs
     config.data.eval = 'dev'
     config.input.update({'batch_size': 32, 'eval_batch_size': 128})

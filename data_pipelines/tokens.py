@@ -120,6 +120,26 @@ class Tokenizer:
     with open(path, 'w', encoding='utf-8', newline='') as f:
       f.write(self._text)
 
+  def files(self) -> dict[str, str]:
+    """Name -> text of the vocabulary's files as BERT and GPT-2 were published, which transformers and `load` read.
+
+    Raises DataError for characters, which neither has.
+    """
+    if self.kind == 'chars':
+      raise DataError('a tokenizer of characters: there are no files of that kind; keep its tokenizer.json')
+    found = json.loads(self._text)
+    entries = found['model']['vocab']
+    if self.kind == 'wordpiece':
+      facts = {'tokenizer_class': 'BertTokenizer', 'do_lower_case': bool(found['normalizer']['lowercase'])}
+      own = {'vocab.txt': ''.join(f'{w}\n' for w in sorted(entries, key=entries.get))}
+    else:
+      pairs = [m if isinstance(m, str) else ' '.join(m) for m in found['model']['merges']]
+      own = {'vocab.json': json.dumps(entries, ensure_ascii=False),
+             'merges.txt': ''.join(f'{line}\n' for line in ('#version: 0.2', *pairs))}
+      end = self.word(self.eos)
+      facts = {'tokenizer_class': 'GPT2Tokenizer', 'unk_token': end, 'bos_token': end, 'eos_token': end}
+    return own | {'tokenizer_config.json': json.dumps(facts, indent=2)}
+
 
 def _utf32(text: str) -> bytes:
   try:

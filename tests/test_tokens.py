@@ -165,6 +165,18 @@ def test_shakespeare_has_nanogpts_65_characters():
   assert found.size == 65 and found.encode(['\n !zA'])[0].tolist() == [0, 1, 2, 64, 13]
 
 
+@pytest.mark.parametrize('kind', ['wordpiece', 'bpe'])
+def test_the_published_kinds_of_files_hold_the_whole_tokenizer(trained, text, kind, tmp_path):
+  for name, content in trained[kind].files().items():
+    (tmp_path / name).write_text(content, newline='')
+  found = tokens.load(str(tmp_path))
+  assert found.size == trained[kind].size and found.eos == trained[kind].eos and found.mask == trained[kind].mask
+  for a, b in zip(found.encode([text, CONTROL]), trained[kind].encode([text, CONTROL])):
+    assert a.tolist() == b.tolist()
+  with pytest.raises(DataError, match='characters'):
+    trained['chars'].files()
+
+
 @pytest.mark.parametrize('kind', tokens.KINDS)
 def test_training_repeats_itself_and_saving_changes_nothing(trained, text, kind, tmp_path):
   again = tokens.train(iter([text, CONTROL, 'é ½']), kind, 400)

@@ -229,6 +229,18 @@ def test_sentences_are_labelled(runs, capfd):
   assert record['label'] in ('acceptable', 'unacceptable') and .5 <= record['chance'] <= 1
 
 
+@pytest.mark.parametrize('confusion, said', [
+    ([[10, 40], [40, 10]], True), ([[24, 26], [26, 24]], False), ([[1, 0], [80, 19]], False), ([[0, 1], [1, 0]], False),
+    ([[2, 30, 1], [1, 2, 30], [30, 1, 2]], True)])
+def test_an_accuracy_far_below_chance_is_told_with_its_likely_cause(caplog, confusion, said):
+  """Labels in another order than the model's; not where one class is most of the data, nor for a few guesses."""
+  total = float(sum(map(sum, confusion)))
+  totals = {f'confusion/{t}_{g}': (float(n), total) for t, row in enumerate(confusion) for g, n in enumerate(row)}
+  right = float(sum(row[i] for i, row in enumerate(confusion)))
+  objectives.finish('classify', 0, {'loss': (0.0, total), 'accuracy': (right, total), **totals})
+  assert [('below chance' in r.message and 'config.data.labels' in r.message) for r in caplog.records] == [True] * said
+
+
 def test_the_body_is_taken_and_the_head_is_new(runs, tmp_path):
   config = cola.get_config('smoke')
   config.input.batch_size, config.init_from, config.total_steps = 8, str(runs / 'mlm'), 1

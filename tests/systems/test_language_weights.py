@@ -289,6 +289,8 @@ def test_a_run_is_exported(tmp_path, capsys):
   facts = json.loads((tmp_path / 'out' / 'config.json').read_text())
   assert facts['id2label'] == {'0': 'dull', '1': 'kind'} and facts['vocab_size'] == words.size
   assert facts['pad_token_id'] == words.pad
+  again = tokens.load(str(tmp_path / 'out'))
+  assert again.encode(['so it goes'])[0].tolist() == words.encode(['so it goes'])[0].tolist()
   capsys.readouterr()
   assert weights.main(['export', f'--from={tmp_path / "run"}:7', f'--to={tmp_path / "out"}']) == 5
   assert 'has no step' in capsys.readouterr().err

@@ -107,6 +107,7 @@ class Body(NamedTuple):
   vocabulary: int            # rows of tokens that are words
   ids: Mapping[str, int]     # some of bos_token_id, eos_token_id, pad_token_id
   labels: tuple[str, ...] = ()
+  words: Any = None          # the run's Tokenizer, where there is one
 
 
 def from_hf(tensors: Arrays, facts: Mapping[str, Any], length: int = 0) -> tuple[Arrays, dict[str, str], list[str]]:

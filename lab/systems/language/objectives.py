@@ -1,5 +1,6 @@
 """What is learnt and measured: masked words, next words, labels. All numbers are sums (total, weight) over a batch."""
 
+import logging
 import math
 
 from lab.metrics import ratios
@@ -33,6 +34,7 @@ def labelled(net, params, batch, rngs=None):
       'truncated': ((batch['truncated'] * mask).sum(), weight), **{k: (v, weight) for k, v in counts.items()}}
 
 
+log = logging.getLogger(__name__)
 OBJECTIVES = {'mlm': masked, 'gpt': following, 'classify': labelled}
 
 
@@ -54,12 +56,27 @@ def finish(objective: str, size: float, totals) -> dict[str, float]:
   if objective == 'classify':
     counts = {k.removeprefix('confusion/'): v[0] for k, v in totals.items() if k.startswith('confusion/')}
     number = math.isqrt(len(counts))
-    found['mcc'] = matthews([[counts[f'{t}_{g}'] for g in range(number)] for t in range(number)])
+    confusion = [[counts[f'{t}_{g}'] for g in range(number)] for t in range(number)]
+    found['mcc'] = matthews(confusion)
+    _doubt(confusion, found['accuracy'])
   elif 'loss' in found:
     found['perplexity'] = math.exp(min(found['loss'], 700.0))
     if objective == 'gpt' and size:
       found['bits_per_byte'] = totals['loss'][0] / math.log(2) / size
   return found
+
+
+def _doubt(confusion, accuracy: float) -> None:
+  """Says so where the accuracy is so far below chance that the labels may be in another order than the model's.
+
+  Chance is 1 / K for K classes of about one size: none has half as much again as its share. Far is three deviations of
+  as many guesses.
+  """
+  sizes, chance = [sum(row) for row in confusion], 1 / max(1, len(confusion))
+  total = sum(sizes)
+  if total and max(sizes) <= 1.5 * chance * total and accuracy < chance - 3 * (chance * (1 - chance) / total)**0.5:
+    log.warning('an accuracy of %.3g is below chance, %.3g: are the labels of the data those of the model, in the same '
+                'order (config.data.labels)?', accuracy, chance)
 
 
 def matthews(confusion) -> float:

@@ -7,9 +7,9 @@
 import reads model.safetensors and config.json (that beside it, unless given) of transformers' `bert` or `gpt2`, and
 writes our parameter paths; the metadata say which config.model they need, and --config.init_from refuses another.
 --length keeps the first N positions, for a shorter config.data.length. export writes model.safetensors and config.json
-to a folder that from_pretrained takes. What is left out is said. Pickles are refused: reading one may run code. Exit
-codes: 2 for a wrong command line or a model that the other side does not have, 3 for a file that can't be used, 5 for a
-run's checkpoint.
+to a folder that from_pretrained takes, and of a run its vocabulary. What is left out is said. Pickles are refused:
+reading one may run code. Exit codes: 2 for a wrong command line or a model that the other side does not have, 3 for a
+file that can't be used, 5 for a run's checkpoint.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def read_run(source: str) -> Body:
   ids = {'eos_token_id': words.eos, 'bos_token_id': words.eos, 'pad_token_id': words.pad} if words else {}
   with contextlib.closing(Checkpoints(path)) as checkpoints:
     arrays = checkpoints.arrays(checkpoints.find(which))
-  return Body(arrays, config, data.vocabulary(), {k: v for k, v in ids.items() if v >= 0}, data.labels())
+  return Body(arrays, config, data.vocabulary(), {k: v for k, v in ids.items() if v >= 0}, data.labels(), words)
 
 
 def _import(args):
@@ -104,6 +104,11 @@ def _export(args):
   save_file(tensors, os.path.join(args.to, 'model.safetensors'), metadata={'format': 'pt'})
   with open(os.path.join(args.to, 'config.json'), 'w', encoding='utf-8') as f:
     json.dump(facts, f, indent=2)
+  if body.words and body.words.kind == 'chars':
+    left.append('the tokenizer: transformers has none of characters')
+  for name, text in body.words.files().items() if body.words and body.words.kind != 'chars' else ():
+    with open(os.path.join(args.to, name), 'w', encoding='utf-8', newline='') as f:
+      f.write(text)
   return tensors, [f'left out  {n}' for n in left]
 
 

@@ -36,7 +36,7 @@ def get_config(variant: str = '') -> ConfigDict:
     config.total_steps, config.optim.warmup_steps = 1608, 96     # six epochs
     config.data.eval = 'dev'
     config.input.update({'batch_size': 32, 'eval_batch_size': 128})
-    config.log_steps, config.eval_steps, config.checkpoint.steps = 20, 268, 268
+    config.log_steps, config.eval_steps, config.checkpoint.steps = 20, 134, 134
     return config
   if variant and variant not in VARIANTS:
     raise ConfigError(f'configs/cola.py has no variant {variant!r}; there are {", ".join(VARIANTS)}')

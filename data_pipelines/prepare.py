@@ -11,11 +11,13 @@
                                           [--parity_split]
   python -m data_pipelines.prepare cola --raw_dir=COLA --out_dir=OUT --tokenizer=PATH
   python -m data_pipelines.prepare sst2 --raw_dir=SST2 --out_dir=OUT --tokenizer=PATH
+  python -m data_pipelines.prepare arc --raw_dir=FILE_OR_FOLDER --out_dir=OUT [--side=30] [--leaks=drop|keep|refuse]
+                                       [--noinvariant]
   python -m data_pipelines.prepare verify FOLDER        (or --dir=FOLDER)
 
 A tokenizer is a tokenizer.json, vocab.txt, or vocab.json and merges.txt, or the folder of one; a prepared corpus is one
 too. Text files and their splits: data_pipelines/documents.py. cola and sst2 also take --raw_dir=glue/cola or glue/sst2,
-what TFDS has prepared.
+what TFDS has prepared. ARC's files and their splits: data_pipelines/arc_raw.py.
 
 Prints a report of what is in the data as JSON. A killed run leaves nothing half under the final name; start it again.
 Exit codes: 0 done or clean, 2 bad usage, 3 broken data, 6 no space.
@@ -55,10 +57,12 @@ DATASETS = {
     'corpus': Dataset('data_pipelines.corpus', ('tokenizer', 'vocabulary', 'length', 'parity_split'), file=True),
     'cola': Dataset('data_pipelines.glue', ('tokenizer',), {'task': 'cola'}, tfds='glue/cola'),
     'sst2': Dataset('data_pipelines.glue', ('tokenizer',), {'task': 'sst2'}, tfds='glue/sst2'),
+    'arc': Dataset('data_pipelines.arc', ('side', 'leaks', 'invariant'), file=True),
 }
 OPTIONS = sorted({o for d in DATASETS.values() for o in d.options})
 FLAGS = flags.FlagValues()
-flags.DEFINE_string('raw_dir', '', 'Folder of the raw files; of clips and corpus also one file.', flag_values=FLAGS)
+flags.DEFINE_string('raw_dir', '', 'Folder of the raw files; of clips, corpus and arc also one file.',
+                    flag_values=FLAGS)
 flags.DEFINE_string('out_dir', '', 'Folder that gets NAME/VERSION/ with the prepared data.', flag_values=FLAGS)
 flags.DEFINE_string('dir', '', 'Prepared folder to verify.', flag_values=FLAGS)
 flags.DEFINE_integer('shards', 64, 'Files a split, at most its records.', lower_bound=1, flag_values=FLAGS)
@@ -75,6 +79,10 @@ flags.DEFINE_string('tokenizer', '', 'Path of a tokenizer; of a corpus also the 
                     flag_values=FLAGS)
 flags.DEFINE_integer('vocabulary', 8192, 'Ids of a trained tokenizer, at most.', lower_bound=1, flag_values=FLAGS)
 flags.DEFINE_integer('length', 128, 'Ids of a window.', lower_bound=3, flag_values=FLAGS)
+flags.DEFINE_integer('side', 30, 'Of a grid in cells; larger ones are left out.', lower_bound=1, flag_values=FLAGS)
+flags.DEFINE_enum('leaks', 'drop', ('drop', 'keep', 'refuse'), 'What becomes of tasks of train that are of evaluation.',
+                  flag_values=FLAGS)
+flags.DEFINE_boolean('invariant', True, 'Also find leaks with other colours, turned or mirrored.', flag_values=FLAGS)
 flags.DEFINE_boolean('help', False, 'Print this help.', flag_values=FLAGS)
 FLAGS.set_gnu_getopt(True)
 

@@ -143,7 +143,11 @@ class Checkpoints:
       raise CheckpointError(f'{self.path(step)}: its description is broken: {e!r}') from None
 
   def best(self, name: str) -> int | None:
-    """The step with the best value of metric `name` ('AP', or '-loss' where less is better); None if none has it."""
+    """The step with the best value of metric `name`, as `ranked` has it; None if none has one."""
+    return next(iter(self.ranked(name)), None)
+
+  def ranked(self, name: str) -> list[int]:
+    """The steps with a value of metric `name` ('AP', or '-loss': less is better), best first, the later of equals."""
     sign, key = (-1, name[1:]) if name.startswith('-') else (1, name)
     scores = {}
     for step in self.steps() if name else ():
@@ -151,7 +155,7 @@ class Checkpoints:
         scores[step] = self.meta(step)['scores']
       except CheckpointError as e:
         log.warning('%s', e)
-    return max(((sign * v[key], s) for s, v in scores.items() if key in v), default=(0, None))[1]
+    return [s for _, s in sorted(((sign * v[key], s) for s, v in scores.items() if key in v), reverse=True)]
 
   def clean(self) -> None:
     """Removes what an interrupted save or removal left. Raises CheckpointError where steps are there, none complete."""

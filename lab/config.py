@@ -21,6 +21,7 @@ def core() -> ConfigDict:
       'init_only': '.*',           # regex of parameter paths that init_from may fill
       'init_parts': (),            # ((prefix, source as in init_from), ...): all parameters below a prefix, from there
       'continue_from': '',         # go on from the step, weights and moments of path[:best|latest|STEP] of another run
+      'runs_root': 'runs',         # where these find [project/]run/{best|backup}/{alias|step}; lab/artifact.py
       'assets': '',                # folder of what a run keeps (a tokenizer); where it is there, the program sets it
       'platform': '',              # cpu, gpu or tpu must be there; '' takes the best there is and says so
       'prng': 'threefry2x32',      # or rbg, which compiles faster; both are exact on one mesh

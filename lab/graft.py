@@ -1,4 +1,8 @@
-"""State from elsewhere: weights of another run or of a .safetensors file, or all of a run that is to be continued."""
+"""State from elsewhere: weights of another run or of a .safetensors file, or all of a run that is to be continued.
+
+Instead of a run's `path[:best|latest|STEP]`, every function takes a reference of lab/artifact.py, such as
+pose/best/best, to a run below the folder `root`. A folder of that very name comes first.
+"""
 
 import contextlib
 import difflib
@@ -12,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lab import artifact
 from lab.checkpoint import HEADS, CheckpointError, Checkpoints, below, join, split, verify
 from lab.sharding import paths
 from lab.task import ConfigError, TrainState
@@ -19,14 +24,14 @@ from lab.task import ConfigError, TrainState
 log = logging.getLogger('lab')
 
 
-def graft(params: Any, source: str, only: str = '.*', config=None) -> Any:
+def graft(params: Any, source: str, only: str = '.*', config=None, root: str = '.') -> Any:
   """Fills parameters [any tree of arrays] from another run, `path[:best|latest|STEP]`, or a .safetensors file.
 
   Arrays are taken by equal path and shape, if `only` is found in the path. Every array is listed as taken, fresh (not
   there, or not wanted) or mismatched (other shape). Raises CheckpointError where nothing can be taken, and where a
   .safetensors file says in its metadata that it needs another value of a key in config.model (preprocess, backbone).
   """
-  there = _arrays(source, 'init_from', config)
+  there = _arrays(source, 'init_from', root, config)
   taken, fresh, mismatched, out = [], [], [], []
   for path, x in paths(params):
     new = there.get(path)
@@ -46,7 +51,7 @@ def graft(params: Any, source: str, only: str = '.*', config=None) -> Any:
   return jax.tree.unflatten(jax.tree.structure(params), out)
 
 
-def fill(params: Any, parts: Sequence[tuple[str, str]], stacked: str = '') -> Any:
+def fill(params: Any, parts: Sequence[tuple[str, str]], stacked: str = '', root: str = '.') -> Any:
   """Fills the parameters below each prefix of `parts`, ((prefix, source), ...), by the rest of their paths; all.
 
   A parameter belongs to the longest prefix that it lies below; those below none stay, and '' has all that is left. Of
@@ -54,7 +59,7 @@ def fill(params: Any, parts: Sequence[tuple[str, str]], stacked: str = '') -> An
   Raises CheckpointError where an array is missing there or has another shape, for a part that is half from elsewhere
   and half from chance looks like one that was learnt; ConfigError where no parameter is below a prefix.
   """
-  sources, read = dict(parts), functools.cache(lambda source: _arrays(source, 'init_parts'))
+  sources, read = dict(parts), functools.cache(lambda source: _arrays(source, 'init_parts', root))
   owners = {p: max((x for x in sources if not x or p.startswith(x + '/')), key=len, default=None)
             for p, _ in paths(params)}
   if idle := [x for x in sources if x not in owners.values()]:
@@ -75,13 +80,13 @@ def fill(params: Any, parts: Sequence[tuple[str, str]], stacked: str = '') -> An
   return jax.tree.unflatten(jax.tree.structure(params), out)
 
 
-def continued(state: TrainState, source: str, moments: bool) -> TrainState:
+def continued(state: TrainState, source: str, moments: bool, root: str = '.') -> TrainState:
   """The state of another run, `path[:best|latest|STEP]`, to go on from: its step, weights, stats and last rate.
 
   `state` is the new run's own, from which come the moments, where `moments` is False. Averaged weights that the other
   one did not keep begin with its weights. Raises CheckpointError where an array is missing there or has another shape.
   """
-  path, which = _run(source, 'continue_from')
+  path, which = _run(source, 'continue_from', root)
   with contextlib.closing(Checkpoints(path)) as checkpoints:
     step = checkpoints.find(which)
     arrays = checkpoints.meta(step)['arrays']
@@ -119,21 +124,24 @@ def _slice(array, dtype, index):
   return np.asarray(array[index], dtype)
 
 
-def _run(source, key):
-  """'path[:which]' -> the folder of a run and which of its steps."""
+def _run(source, key, root):
+  """'path[:which]', or what `artifact` reads and is no folder -> the folder of a run and which of its steps."""
   path, colon, which = source.rpartition(':')
   if not colon or os.sep in which:
     path, which = source, 'latest'
-  if not os.path.isdir(path):
-    raise CheckpointError(f'{key} = {source}: no such folder{_nearby(path)}')
-  return path, which
+  if os.path.isdir(path):
+    return path, which
+  if ref := artifact.parse(source):
+    return artifact.find(ref, root, key)
+  grammar = f'; a run below {root} is named {artifact.GRAMMAR}' if {*artifact.KINDS} & {*path.split('/')} else ''
+  raise CheckpointError(f'{key} = {source}: no such folder{_nearby(path) or grammar}')
 
 
-def _arrays(source, key, config=None):
+def _arrays(source, key, root, config=None):
   """path -> array of a run's weights or of a .safetensors file, which the config's key names."""
   if source.endswith('.safetensors'):
     return _safetensors(source, key, config)
-  path, which = _run(source, key)
+  path, which = _run(source, key, root)
   with contextlib.closing(Checkpoints(path)) as checkpoints:
     return checkpoints.arrays(checkpoints.find(which))
 

@@ -53,9 +53,9 @@ def _measure(task, config, workdir, mesh) -> tuple[list[float], list[float]]:
   layout = jax.tree.map(lambda x: x.sharding, like)
   state = jax.jit(train.initial(task, tx, config, batches.spec(1)), out_shardings=layout)()
   if config.init_from:
-    state = state._replace(params=graft(state.params, config.init_from, config.init_only, config))
+    state = state._replace(params=graft(state.params, config.init_from, config.init_only, config, config.runs_root))
   if config.init_parts:
-    state = state._replace(params=fill(state.params, config.init_parts, config.optim.stacked))
+    state = state._replace(params=fill(state.params, config.init_parts, config.optim.stacked, config.runs_root))
   ledger = Ledger(workdir, writes=False)
   step = Program('the training step', train.make_step(task, tx, config, like, mesh), ledger,
                  look=lambda compiled, args: memory.check_step(compiled, *args))

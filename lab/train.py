@@ -180,13 +180,13 @@ def start(task, tx, config, like, spec, checkpoints) -> TrainState:
     layout = jax.tree.map(lambda x: x.sharding, like)
     state = jax.jit(initial(task, tx, config, spec), out_shardings=layout)()
     if config.init_from:
-      params = graft(state.params, config.init_from, config.init_only, config)
+      params = graft(state.params, config.init_from, config.init_only, config, config.runs_root)
       ema = jax.tree.map(jnp.copy, params) if config.optim.ema else {}
       state = state._replace(params=params, opt=state.opt._replace(ema=ema))
     if config.continue_from:
-      state = continued(state, config.continue_from, config.optim.keep_moments)
+      state = continued(state, config.continue_from, config.optim.keep_moments, config.runs_root)
     if config.init_parts:      # last: wherever the rest comes from
-      params, ema = (fill(x, config.init_parts, config.optim.stacked) if x else x
+      params, ema = (fill(x, config.init_parts, config.optim.stacked, config.runs_root) if x else x
                      for x in (state.params, state.opt.ema))
       state = state._replace(params=params, opt=state.opt._replace(ema=ema))
     logs.say(f'no checkpoint in {checkpoints.folder}: starting at step {int(state.step)}')

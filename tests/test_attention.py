@@ -171,8 +171,18 @@ def test_rope_turns_pairs_by_their_angles():
   turned = pairs * np.exp(1j * places[:, :, None, None] * np.array([1, 1e-2]))     # 10000^(-2i/4)
   got = attention.rope(jnp.array(x, jnp.float32), jnp.array(places))
   np.testing.assert_allclose(got, np.concatenate([turned.real, turned.imag], -1), atol=1e-5)
-  with pytest.raises(ValueError, match='even'):
+  with pytest.raises(ValueError, match='multiple of 2'):
     attention.rope(jnp.zeros((1, 3, 1, 5)), jnp.array(places))
+
+
+def test_rope_on_a_plane_turns_one_half_by_the_row_and_one_by_the_column():
+  x = draw()[0]                                            # heads of 8 features
+  at = jnp.array(np.random.default_rng(0).integers(0, 30, (*x.shape[:2], 2)), jnp.int32)
+  got = attention.rope(x, at)
+  for i, half in enumerate(jnp.split(x, 2, -1)):
+    np.testing.assert_allclose(jnp.split(got, 2, -1)[i], attention.rope(half, at[..., i]), atol=1e-6)
+  with pytest.raises(ValueError, match='multiple of 4'):
+    attention.rope(x[..., :6], at)
 
 
 def test_rope_s_products_depend_on_the_distance_alone():

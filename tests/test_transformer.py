@@ -15,7 +15,8 @@ B, S, D = 2, 7, 16
 TINY = Shape(D, heads=4, layers=2)
 MODERN = TINY._replace(rope=True, qk_norm=True, activation='relu2', bias=False)
 SHAPES = {'plain': TINY, 'post': TINY._replace(norm='post', activation='gelu_tanh'),
-          'modern': MODERN, 'geglu': TINY._replace(activation='geglu', hidden=24, final_norm=False, rope=True)}
+          'modern': MODERN, 'swiglu': TINY._replace(activation='swiglu', rms=True, bias=False, eps=1e-6),
+          'geglu': TINY._replace(activation='geglu', hidden=24, final_norm=False, rope=True)}
 
 
 def draw(seed=0, shape=(B, S, D)):
@@ -48,7 +49,9 @@ def run(shape, x, *args, params=None, key=None, **options):
 # -- the reference
 
 
-def norm(x, p, eps=1e-5):
+def norm(x, p, eps=1e-5, rms=False):
+  if rms:
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * p['scale']
   y = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + eps)
   return y * p['scale'] + p.get('bias', 0)
 
@@ -59,6 +62,9 @@ def dense(x, p):
 
 def activate(x, kind):
   erf = lambda x: x * .5 * (1 + np.vectorize(math.erf)(x / 2**.5))
+  if kind == 'swiglu':
+    gate, value = np.split(x, 2, -1)
+    return gate / (1 + np.exp(-gate)) * value
   if kind == 'geglu':
     return erf(x[..., :x.shape[-1] // 2]) * x[..., x.shape[-1] // 2:]
   return {'gelu': erf, 'relu2': lambda x: np.maximum(x, 0)**2,
@@ -82,16 +88,17 @@ def attention(x, p, c, causal):
 
 def reference(x, params, c, causal):
   x, params = np.float64(x), jax.tree.map(np.float64, params)
+  normed = lambda x, p: norm(x, p, c.eps, c.rms)
   for layer in range(c.layers):
     p = jax.tree.map(lambda w: w[layer], params['blocks'])
     mlp = lambda x: dense(activate(dense(x, p['mlp']['up']), c.activation), p['mlp']['down'])
     if c.norm == 'pre':
-      x = x + attention(norm(x, p['norm0']), p['attention'], c, causal)
-      x = x + mlp(norm(x, p['norm1']))
+      x = x + attention(normed(x, p['norm0']), p['attention'], c, causal)
+      x = x + mlp(normed(x, p['norm1']))
     else:
-      x = norm(x + attention(x, p['attention'], c, causal), p['norm0'])
-      x = norm(x + mlp(x), p['norm1'])
-  return norm(x, params['final_norm']) if 'final_norm' in params else x
+      x = normed(x + attention(x, p['attention'], c, causal), p['norm0'])
+      x = normed(x + mlp(x), p['norm1'])
+  return normed(x, params['final_norm']) if 'final_norm' in params else x
 
 
 @pytest.mark.parametrize('causal', [False, True])

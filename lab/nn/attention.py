@@ -54,11 +54,16 @@ def rope(x: jax.Array, positions: jax.Array, base: float = 10000.0) -> jax.Array
   """Rotates pairs of features by angles that grow with the position: x [B, S, H, Dh], positions i32[B, S].
 
   Su et al. 2021, arXiv 2104.09864, equation 34: products of rotated queries and keys depend on the distance alone.
-  Feature i is paired with i + Dh/2, as in LLaMA. Angles are float32, the result has x's dtype.
+  Feature i is paired with i + Dh/2, as in LLaMA. Angles are float32, the result has x's dtype. On a plane, positions
+  are i32[B, S, 2]: the first half of the features turns by the row, the second by the column.
   """
+  parts = positions.shape[2] if positions.ndim == 3 else 1
+  if x.shape[-1] % (2 * parts):
+    raise ValueError(f'rope: heads of {x.shape[-1]} features; expected a multiple of {2 * parts}')
+  if parts > 1:
+    return jnp.concatenate([rope(part, positions[..., i], base)
+                            for i, part in enumerate(jnp.split(x, parts, -1))], -1)
   half = x.shape[-1] // 2
-  if x.shape[-1] % 2:
-    raise ValueError(f'rope: heads of {x.shape[-1]} features; expected an even number')
   frequencies = (base ** -(np.arange(half) / half)).astype(np.float32)
   angles = (positions.astype(jnp.float32)[:, :, None] * frequencies[None, None])[:, :, None]    # [B, S, 1, Dh/2]
   cos, sin = jnp.cos(angles), jnp.sin(angles)

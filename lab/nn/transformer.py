@@ -20,7 +20,9 @@ ACTIVATIONS = {
     'gelu_tanh': functools.partial(nn.gelu, approximate=True),
     'relu2': lambda x: jnp.square(nn.relu(x)),                 # So et al. 2021, arXiv 2109.08668
     'geglu': functools.partial(nn.gelu, approximate=False),    # of the gate (Shazeer 2020, arXiv 2002.05202)
+    'swiglu': nn.silu,                                         # the same
 }
+GATED = ('geglu', 'swiglu')
 NORMS = ('pre', 'post')
 
 
@@ -34,6 +36,7 @@ class Shape(NamedTuple):
   norm: str = 'pre'                # pre: x + f(norm x); post: norm(x + f x)
   final_norm: bool = True          # after the last layer; of pre only, since the layers of post end in a norm
   bias: bool = True                # in every Dense and LayerNorm
+  rms: bool = False                # norms by the root mean square alone (arXiv 1910.07467), in place of LayerNorm
   qk_norm: bool = False            # RMS norm of queries and keys, a head at a time, with learnt scale
   rope: bool = False               # rotary positions
   dropout: float = 0.0             # of what each half of a layer adds to the stream
@@ -51,7 +54,7 @@ class Transformer(nn.Module):
 
   The kernels whose products join the stream, attention/out and mlp/down, start as N(0, deviation / sqrt(2 L)) (GPT-2);
   biases as 0. Columns of attention/qkv are [H, 3, D/H], so that a split of the axis over devices keeps heads whole;
-  those of mlp/up with geglu are [2, F], the gate's first.
+  those of mlp/up with geglu or swiglu are [2, F], the gate's first.
   """
   shape: Shape
 
@@ -61,11 +64,12 @@ class Transformer(nn.Module):
                index: jax.Array | int | None = None):
     """x [B, S, D] -> [B, S, D] in the shape's dtype; with a cache (x, cache).
 
-    segments i32[B, S]: see lab.nn.attention; positions i32[B, S] are read by rope alone, and count from 0 in each
-    segment unless given. Training, dropout takes the 'dropout' key. With a cache the S tokens take its places
-    index..index + S - 1, index i32[] or, row by row, i32[B], and see the tokens of their segment up to their own place:
-    causal must be True. Rows of different lengths are padded on the right with segment 0, and a row's next token takes
-    the place of its first padding. Places beyond the cache's length are dropped: the caller must not go there.
+    segments i32[B, S]: see lab.nn.attention; positions i32[B, S], or i32[B, S, 2] on a plane, are read by rope alone,
+    and count from 0 in each segment unless given. Training, dropout takes the 'dropout' key. With a cache the S tokens
+    take its places index..index + S - 1, index i32[] or, row by row, i32[B], and see the tokens of their segment up to
+    their own place: causal must be True. Rows of different lengths are padded on the right with segment 0, and a row's
+    next token takes the place of its first padding. Places beyond the cache's length are dropped: the caller must not
+    go there.
     """
     c = self.shape
     _check(c)
@@ -154,7 +158,7 @@ class MLP(nn.Module):
 
   @nn.compact
   def __call__(self, x):
-    c, gated = self.shape, self.shape.activation == 'geglu'
+    c, gated = self.shape, self.shape.activation in GATED
     hidden = c.hidden or 4 * c.width
     y = _dense(c, 2 * hidden if gated else hidden, 'up')(x)
     gate, value = jnp.split(y, 2, -1) if gated else (y, None)
@@ -167,8 +171,10 @@ def _dense(c: Shape, features: int, name: str, joins: bool = False) -> nn.Dense:
   return nn.Dense(features, use_bias=c.bias, dtype=c.dtype, kernel_init=nn.initializers.normal(deviation), name=name)
 
 
-def _norm(c: Shape, dtype, name: str) -> nn.LayerNorm:
+def _norm(c: Shape, dtype, name: str) -> nn.Module:
   """Statistics in float32, the result in dtype."""
+  if c.rms:
+    return nn.RMSNorm(epsilon=c.eps, dtype=dtype, name=name)
   return nn.LayerNorm(epsilon=c.eps, use_bias=c.bias, dtype=dtype, name=name)
 
 

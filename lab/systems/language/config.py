@@ -51,7 +51,7 @@ def _body(config) -> None:
       'heads': 12,
       'hidden': 0,               # of the MLP; 0: 4 x width
       'causal': False,           # a token sees those before it alone; gpt needs it
-      'activation': 'gelu',      # gelu (exact), gelu_tanh, relu2 or geglu
+      'activation': 'gelu',      # gelu (exact), gelu_tanh, relu2, geglu or swiglu
       'norm': 'pre',             # before each branch, with one more at the end; or post (BERT's)
       'norm_eps': 1e-5,
       'embed_norm': False,       # of the embeddings' sum (BERT's)

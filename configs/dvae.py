@@ -1,0 +1,79 @@
+"""A dVAE rebuilds ARC grids from a few codes.
+
+  launch/run.sh --config=configs/dvae.py --workdir=runs/dvae
+      the ARC-AGI-1 grids of at most 12 x 12 cells, 24 codes of 64 (144 bits) a grid; 2 CPU cores, minutes
+  launch/run.sh --config=configs/dvae.py:full --workdir=runs/dvae-full --config.data.dir=data/arc
+      all sizes, 128 codes of 512 (1,152 bits), for an accelerator
+  launch/run.sh --config=configs/dvae.py:dalle --workdir=runs/dvae-dalle --config.data.dir=data/arc
+      the settings of DALL-E's dVAE (arXiv 2102.12092, appendix A.2), for an accelerator
+  launch/run.sh --config=configs/dvae.py:chain --workdir=runs/dvae-chain --config.data.dir=data/arc
+      pools that halve the tokens stage by stage, 12,583,936 parameters; trains badly, for comparison
+  launch/run.sh --config=configs/dvae.py:rectangles --workdir=runs/rectangles
+      made-up grids of 4 x 4; the setting of configs/dvae_table.toml; 2 CPU cores, a minute
+
+  python -m data_pipelines.prepare arc --raw_dir=ARC --out_dir=data/arc
+"""
+
+from ml_collections import ConfigDict
+
+from lab.systems.dvae import config as shape
+from lab.task import ConfigError
+
+VARIANTS = ('rectangles', 'smoke', 'full', 'dalle', 'chain')
+
+
+def get_config(variant: str = '') -> ConfigDict:
+  """'': the small grids of ARC-AGI-1; 'rectangles' and 'smoke': made-up ones; the others are for an accelerator."""
+  config = shape.get_config()
+  config.checkpoint.best = 'exact_grids'
+  if variant and variant not in VARIANTS:
+    raise ConfigError(f'configs/dvae.py has no variant {variant!r}; there are {", ".join(VARIANTS)}')
+  if variant in ('full', 'dalle', 'chain'):
+    return _accelerator(config, variant)
+  config.optim.update({'name': 'adamw', 'learning_rate': 1e-3, 'end_rate': 1e-5, 'decay': 1e-4})
+  config.input.update({'batch_size': 32, 'eval_batch_size': 256})
+  config.model.update({'dtype': 'float32', 'deviation': 0.18})
+  config.loss.beta.steps = 500
+  config.quantizer.tau.update({'end': 0.25, 'steps': 2000})
+  if not variant:
+    config.data.side = 12
+    config.model.update({'width': 64, 'heads': 4, 'layers': 2, 'latents': 24, 'codes': 64, 'deviation': 0.125})
+    config.loss.update({'kl': 0.02, 'usage': 0.1})
+    config.total_steps, config.optim.warmup_steps = 3000, 100
+    config.log_steps, config.eval_steps, config.checkpoint.steps = 50, 500, 500
+    return config
+  config.data.update({'dir': 'rectangles', 'side': 4})
+  config.augment.on = False
+  config.model.update({'width': 32, 'heads': 2, 'layers': 1, 'latents': 8, 'codes': 16, 'pool_layers': 1})
+  config.loss.update({'kl': 0.02, 'usage': 0.1, 'pad_weight': 1.0})
+  config.loss.beta.steps = 1
+  config.quantizer.levels = (4, 4)
+  config.input.batch_size = 64
+  config.total_steps, config.optim.end_rate = 2000, 0.0
+  config.log_steps, config.eval_steps, config.checkpoint.steps = 100, 500, 500
+  if variant == 'smoke':
+    config.augment.on = True
+    config.loss.usage = 0.0          # of a whole batch, not of its grids
+    config.optim.learning_rate = 1e-2
+    config.total_steps, config.log_steps, config.eval_steps, config.checkpoint.steps = 12, 1, 4, 4
+    config.input.update({'batch_size': 4, 'eval_batch_size': 512})
+  return config
+
+
+def _accelerator(config, variant):
+  config.input.update({'batch_size': 64, 'eval_batch_size': 256})
+  config.total_steps, config.optim.warmup_steps = 20_000, 500
+  config.optim.update({'name': 'adamw', 'learning_rate': 5e-4, 'end_rate': 5e-6, 'decay': 1e-4, 'ema': 0.999})
+  config.log_steps, config.eval_steps, config.checkpoint.steps = 100, 2000, 2000
+  config.model.latents = 128
+  if variant == 'chain':
+    config.model.update({'latents': 16, 'pool': 'chain', 'slots': False})
+  if variant == 'dalle':
+    config.quantizer.kind = 'gumbel'
+    config.model.update({'codes': 8192, 'latents': 64})
+    config.loss.update({'kl': 0.1, 'usage': 0.0, 'pad_weight': 1.0})     # 0.1 a latent is their 6.6 a picture of pixels
+    config.loss.beta.steps = 5000
+    config.optim.update({'learning_rate': 1e-4, 'end_rate': 1.25e-6, 'schedule_steps': 1_200_000, 'warmup_steps': 0})
+    config.total_steps, config.input.batch_size = 3_000_000, 512
+    config.log_steps, config.eval_steps, config.checkpoint.steps = 1000, 50_000, 50_000
+  return config

@@ -1,0 +1,58 @@
+"""Rebuilt grids as records, scores of a whole split, and pictures."""
+
+import math
+
+import numpy as np
+
+from lab.systems.dvae import canvas, monitors, pictures
+
+
+def records(config, outputs, batch):
+  """A record a grid: its codes, what they show, and, of an evaluation, what the scores are made of."""
+  for i in range(len(batch['mask'])):
+    codes = [int(c) for c in outputs['codes'][i]] if 'codes' in outputs else []
+    if 'name' not in batch:
+      yield _judged(outputs, batch, i, codes, config.data.layout)
+    elif 'between' in outputs:
+      yield {'name': batch['name'][i], 'grids': [canvas.grid_of(x, config.data.layout).tolist()
+                                                 for x in outputs['between'][i]]}
+    else:
+      used = codes if 'tokens' in outputs else [int(c) for c in batch['codes'][i]]
+      exact = {'exact': bool((outputs['cells'][i] == outputs['tokens'][i]).all())} if 'tokens' in outputs else {}
+      yield {'name': batch['name'][i], 'codes': used,
+             'grid': canvas.grid_of(outputs['cells'][i], config.data.layout).tolist(), **exact}
+
+
+def _judged(outputs, batch, i, codes, layout):
+  wanted, found = (np.asarray(outputs[k][i]) for k in ('tokens', 'cells'))
+  inside, grid = wanted < canvas.COLOURS, canvas.grid_of(wanted, layout)
+  names, counts = np.unique(grid, return_counts=True)
+  return {'codes': codes, 'pair': int(batch['pair'][i]), 'is_input': int(batch['is_input'][i]),
+          'height': grid.shape[0], 'width': grid.shape[1], 'colours': len(names),
+          'background': int(names[counts.argmax()]), 'exact': bool((wanted == found).all()),
+          'right': int((wanted == found)[inside].sum()), 'cells': int(inside.sum())}
+
+
+def score(config, found):
+  """Scores of the records of a whole split; see monitors.py."""
+  return monitors.score(found, config.model.codes)
+
+
+def _drawn(tokens, layout):
+  """What is drawn of tokens: the canvas, so that a cell of the truth and the same one rebuilt lie in one place."""
+  side = math.isqrt(len(tokens))
+  return np.asarray(tokens).reshape(side, side) if layout == 'projected' else canvas.grid_of(tokens, layout)
+
+
+def picture(config, outputs, batch):
+  """name -> u8[H, W, 3]: grid, codes and rebuilt grid side by side; or the grids from one to another."""
+  layout, found = config.data.layout, {}
+  for i in range(len(batch['mask'])):
+    if 'between' in outputs:
+      found[f'{i:06d}'] = pictures.strip([canvas.grid_of(x, layout) for x in outputs['between'][i]])
+      continue
+    codes = outputs['codes'][i] if 'codes' in outputs else batch['codes'][i] if 'codes' in batch else None
+    rebuilt = _drawn(outputs['cells'][i], layout)
+    truth = _drawn(outputs['tokens'][i], layout) if 'tokens' in outputs else rebuilt
+    found[f'{i:06d}'] = pictures.panel(truth, codes, rebuilt, count=config.model.codes)
+  return found

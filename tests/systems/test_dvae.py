@@ -1,0 +1,241 @@
+"""dVAE: tokens and their canvas, what anneals, the networks' sizes, settings, training and prediction."""
+
+import contextlib
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from configs import dvae
+from data_pipelines import arc
+from lab import main, metrics, optim, schedules, sharding, train
+from lab.checkpoint import Checkpoints, split
+from lab.metrics import objective
+from lab.systems.dvae import anneal, bottleneck, canvas, config as shape, model, monitors, show, task
+from lab.task import ConfigError, TrainState
+from ml_collections import ConfigDict
+
+GRID = np.array([[1, 2, 3], [4, 5, 6]], np.uint8)
+TURNS = (lambda x: x, np.flipud, np.fliplr, lambda x: x[::-1, ::-1])
+SYMMETRIES = [turn(g) for g in (GRID, GRID.T) for turn in TURNS]
+
+
+def on_canvas(cells, side):
+  out = np.full((1, side, side), canvas.OUTSIDE, np.uint8)
+  out[0, :cells.shape[0], :cells.shape[1]] = cells
+  return jnp.array(out), jnp.array([cells.shape], jnp.int32)
+
+
+def small(**values):
+  config = dvae.get_config('smoke')
+  config.update_from_flattened_dict(values)
+  return config
+
+
+# tokens
+
+
+@pytest.mark.parametrize('layout', ['projected', 'sequence'])
+@pytest.mark.parametrize('cells', [GRID, GRID.T, np.zeros((1, 1), np.uint8), np.full((5, 5), 9, np.uint8),
+                                   np.zeros((5, 1), np.uint8), np.full((1, 5), 3, np.uint8)])
+def test_layouts_can_be_read_back(layout, cells):
+  ids, places = canvas.tokens(*on_canvas(cells, 5), layout)
+  assert ids.shape == (1, canvas.length(5, layout)) and places.shape == (*ids.shape, 2)
+  np.testing.assert_array_equal(canvas.grid_of(np.asarray(ids[0]), layout), cells)
+
+
+def test_what_the_layouts_are():
+  ids, places = canvas.tokens(*on_canvas(GRID, 3), 'projected')
+  assert ids[0].tolist() == [1, 2, 3, 4, 5, 6, 15, 15, 15]
+  assert places[0].tolist() == [[i, j] for i in range(3) for j in range(3)]
+  ids, places = canvas.tokens(*on_canvas(GRID.T, 3), 'sequence')
+  assert ids[0].tolist() == [1, 4, 10, 2, 5, 10, 3, 6, 10, 15, 15, 15]
+  assert places[0].tolist()[:4] == [[0, 0], [0, 1], [0, 2], [1, 0]] and places[0].tolist()[-1] == [0, 0]
+
+
+def test_training_sees_all_eight_symmetries_equally_often_and_nothing_else():
+  number = np.stack([np.full(4000, 7), np.arange(4000)], 1).astype(np.uint32)
+  grid, size = (jnp.repeat(x, 4000, 0) for x in on_canvas(GRID, 4))
+  options = ConfigDict({'colours': False, 'symmetries': True, 'translate': 0.0})
+  grids, sizes = jax.jit(lambda g, s, n: canvas.augmented(g, s, n, options))(grid, size, number)
+  counts = np.zeros(8)
+  for g, (h, w) in zip(np.asarray(grids), np.asarray(sizes)):
+    cells = g[:h, :w]
+    assert (np.delete(g.ravel(), [i * 4 + j for i in range(h) for j in range(w)]) == canvas.OUTSIDE).all()
+    counts[[x.shape == cells.shape and (x == cells).all() for x in SYMMETRIES].index(True)] += 1
+  assert abs(counts - 500).max() < 5 * (4000 * 7 / 64)**.5            # binomial: 5 deviations
+
+
+def test_training_permutes_colours_and_moves_grids():
+  number = np.stack([np.full(3000, 7), np.arange(3000)], 1).astype(np.uint32)
+  grid, size = (jnp.repeat(x, 3000, 0) for x in on_canvas(GRID, 4))
+  options = ConfigDict({'colours': True, 'symmetries': False, 'translate': 1.0})
+  run = jax.jit(lambda g, s, n: canvas.augmented(g, s, n, options))
+  grids, _ = map(np.asarray, run(grid, size, number))
+  firsts, places = np.zeros(10), np.zeros((3, 2))
+  for g in grids:
+    i, j = np.argwhere(g != canvas.OUTSIDE)[0]
+    cells = g[i:i + 2, j:j + 3]
+    assert len(set(cells.ravel())) == 6 and cells.max() < 10 and (g != canvas.OUTSIDE).sum() == 6
+    firsts[cells[0, 0]] += 1
+    places[i, j] += 1
+  assert abs(firsts - 300).max() < 5 * (3000 * .09)**.5 and abs(places - 500).max() < 5 * (3000 * 5 / 36)**.5
+  # a grid's draw hangs on its number alone, not on its batch
+  np.testing.assert_array_equal(run(grid[:3], size[:3], number[5:8])[0], grids[5:8])
+
+
+def test_hidden_tokens_are_a_share_of_the_grid_and_never_padding():
+  ids, _ = canvas.tokens(*on_canvas(np.zeros((20, 20), np.uint8), 30), 'projected')
+  number = np.stack([np.zeros(500), np.arange(500)], 1).astype(np.uint32)
+  seen = np.asarray(canvas.hidden(jnp.repeat(ids, 500, 0), number, jnp.float32(.5)))
+  share = (seen == canvas.MASK).sum(1) / 400
+  assert ((seen == canvas.PAD) == (np.asarray(ids) == canvas.PAD)).all()
+  # uniform in (0, .5): mean .25, deviation .5 / sqrt(12) = .144
+  assert abs(share.mean() - .25) < 5 * .144 / 500**.5 and share.max() < .6 and share.std() > .12
+  assert (canvas.hidden(ids, number[:1], jnp.float32(0)) == ids).all()
+
+
+# what anneals
+
+
+def test_temperature_falls_as_published():
+  section = shape.get_config().quantizer.tau
+  # 1 + (1/16 - 1) (1 - cos(pi s)) / 2 at s = 1/4, 1/2, and behind the end
+  for step, wanted in ((0, 1.0), (37_500, .862706), (75_000, .53125), (150_000, .0625), (10**6, .0625)):
+    np.testing.assert_allclose(jax.jit(lambda s: anneal.value(section, s))(step), wanted, rtol=2e-6)
+
+
+def test_the_rate_warms_up_and_falls_as_published():
+  config = dvae.get_config('full')
+  config.optim.update({'learning_rate': 1e-3, 'end_rate': 1e-5, 'warmup_steps': 10_000, 'schedule': 'cosine'})
+  rate = schedules.base(config.optim, 1_000_000)
+  for update, wanted in ((5_000, 5e-4), (10_000, 1e-3), (505_000, 5.05e-4), (1_000_000, 1e-5)):
+    np.testing.assert_allclose(rate(update - 1), wanted, rtol=1e-5)
+
+
+def test_kinds_of_annealing():
+  at = lambda kind, step, delay=0: float(anneal.value(ConfigDict(
+      {'start': 1.0, 'end': .25, 'steps': 10, 'kind': kind, 'delay': delay}), step))
+  assert at('constant', 0) == .25 and at('linear', 4) == pytest.approx(.7) and at('threshold', 9) == 1
+  assert at('threshold', 10) == .25 and at('exponential', 5) == pytest.approx(.5)
+  assert at('cosine', 5) == pytest.approx(.625) and at('linear', 4, delay=4) == 1 and at('linear', 14, delay=4) == .25
+
+
+# networks
+
+
+def test_the_published_network_has_as_many_parameters():
+  config = shape.get_config()
+  config.model.update({'latents': 16, 'pool': 'chain', 'slots': False})
+  net = model.make(config)
+  params = jax.eval_shape(net.init, jax.random.key(0), *model.forms(config))['params']
+  assert sum(x.size for x in jax.tree.leaves(params)) == 12_583_936
+
+
+def batch(count=6):
+  grids = arc.drawn(count, 4)
+  cells = np.full((count, 4, 4), canvas.OUTSIDE, np.uint8)
+  for i, g in enumerate(grids):
+    cells[i, :g.shape[0], :g.shape[1]] = g
+  return {'grid': cells, 'size': np.array([g.shape for g in grids], np.int32), 'mask': np.ones(count, np.float32),
+          'number': np.stack([np.zeros(count), np.arange(count)], 1).astype(np.uint32),
+          'pair': np.arange(count) // 2, 'is_input': np.arange(count) % 2}
+
+
+@pytest.mark.parametrize('kind', task.KINDS)
+def test_every_quantizer_teaches_all_of_the_network(kind):
+  values = {'quantizer.kind': kind, 'augment.translate': .5, 'mask.most.end': .5, 'mask.most.steps': 1}
+  if kind in model.CODEBOOK:
+    values |= {'loss.usage': .1, 'loss.tc': .1, 'loss.mi': -.1, 'loss.dwkl': .1, 'loss.relu': kind == 'gumbel',
+               'loss.mixture': 'mws' if kind == 'reinmax' else 'batch'}
+  else:
+    values['loss.kl'] = 0.0
+  built = task.make_task(small(**values))
+  params, stats = jax.jit(built.init)(jax.random.key(0), None)
+
+  @jax.jit
+  def step(params, stats, rows, number):
+    total = lambda p: (lambda terms, rest: (objective(terms), (terms, *rest)))(
+        *built.loss(p, stats, rows, jax.random.key(1), number))
+    return jax.grad(total, has_aux=True)(params), built.measure(params, stats, rows), built.predict(
+        params, stats, rows, jax.random.key(0))
+  rows = batch()
+  arrays = {k: v for k, v in rows.items() if k not in ('pair', 'is_input')}
+  for number in range(3):                         # and in the third nothing is compiled any more
+    (grads, (terms, new, _)), sums, outputs = step(params, stats, arrays, jnp.int32(number))
+    stats = new
+  assert step._cache_size() == 1
+  for path, g in sharding.paths(grads):
+    assert np.isfinite(g).all() and np.abs(g).max() > 0, path
+  assert ({'kl', 'usage', 'tc', 'mi', 'dwkl'} <= terms.keys()) == (kind in model.CODEBOOK)
+  assert ('commitment' in terms) == (kind == 'vq_ema')
+  scores = monitors.score(list(show.records(small(**values), jax.device_get(outputs), rows)), 16)
+  assert 0 <= scores['exact_grids'] <= 1 and ('code_usage' in scores) == (kind != 'none')
+  assert np.isfinite(metrics.ratios(jax.device_get(sums))['loss'])
+
+
+def test_the_codebook_of_vq_is_kept(tmp_path):
+  config = small(**{'quantizer.kind': 'vq_ema', 'loss.kl': 0.0})
+  built, tx = task.make_task(config), optim.make(config.optim, 10)
+  params, stats = jax.jit(built.init)(jax.random.key(0), None)
+  latents = jnp.array(np.random.default_rng(0).normal(size=(6, 8, 32)), jnp.float32)
+  stats = bottleneck.begun(config, stats, latents, jnp.ones(6), jax.random.key(1))
+  state = TrainState(jnp.int32(1), params, stats, tx.init(params))
+  with contextlib.closing(Checkpoints(str(tmp_path), config)) as store:
+    store.save(1, state, {})
+    store.settle()
+    items = split(state)
+    found = store.restore(1, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), items))
+  assert float(stats['vq'].started) == 1 and np.ptp(stats['vq'].codebook) > 0
+  jax.tree.map(np.testing.assert_array_equal, found['stats'], stats)
+
+
+# settings
+
+
+@pytest.mark.parametrize('values, said', [
+    ({'quantizer.kind': 'fsq', 'quantizer.levels': (3, 4), 'loss.kl': 0.0}, 'quantizer.levels'),
+    ({'quantizer.kind': 'vq_ema'}, 'loss.kl'), ({'loss.mixture': 'running', 'loss.tc': 1.0}, 'loss.tc'),
+    ({'model.heads': 3}, 'model.width'), ({'quantizer.reinmax_tau': .5}, 'quantizer.reinmax_tau'),
+    ({'data.layout': 'sequence', 'augment.translate': .1}, 'augment.translate'),
+    ({'quantizer.tau.kind': 'sine'}, 'quantizer.tau.kind'), ({'mask.most.end': 2.0}, 'mask.most.end'),
+    ({'quantizer.kind': 'none', 'loss.kl': 0.0, 'predict.verb': 'decode'}, 'predict.verb')])
+def test_settings_that_cannot_run_are_named(values, said):
+  with pytest.raises(ConfigError, match=said.replace('.', r'\.')):
+    task.make_task(small(**values))
+
+
+# prediction
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('dvae')
+  config = small(**{'input.batch_size': 8, 'total_steps': 2, 'checkpoint.steps': 0, 'eval_steps': 0})
+  train.run(task.make_task(config), config, str(folder))
+  return folder
+
+
+def predicted(run, tmp_path, content, *options):
+  source = tmp_path / 'in.json'
+  source.write_text(json.dumps(content))
+  code = main.main(['main', f'--workdir={run}', '--mode=predict', f'--input={source}', f'--output={tmp_path / "out"}',
+                    '--step=latest', '--config=', *options])
+  path = tmp_path / 'out' / 'predictions.jsonl'
+  return code, [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_grids_are_rebuilt_and_codes_decoded(run, tmp_path):
+  code, (record,) = predicted(run, tmp_path, [[1, 2], [3, 4]])
+  assert code == 0 and len(record['codes']) == 8 and all(0 <= c < 16 for c in record['codes'])
+  assert record['exact'] == (record['grid'] == [[1, 2], [3, 4]])
+  assert [p for p in os.listdir(tmp_path / 'out') if p.endswith('.png')]
+  code, (again,) = predicted(run, tmp_path, record['codes'], '--config.predict.verb=decode')
+  assert code == 0 and again['grid'] == record['grid']
+
+
+def test_between_two_grids(run, tmp_path):
+  code, (record,) = predicted(run, tmp_path, [[[1, 2], [3, 4]], [[5, 5, 5]]], '--config.predict.verb=interpolate')
+  assert code == 0 and len(record['grids']) == 8

@@ -9,7 +9,7 @@
   launch/run.sh --config=configs/dvae.py:chain --workdir=runs/dvae-chain --config.data.dir=data/arc
       pools that halve the tokens stage by stage, 12,583,936 parameters; trains badly, for comparison
   launch/run.sh --config=configs/dvae.py:rectangles --workdir=runs/rectangles
-      made-up grids of 4 x 4; the setting of configs/dvae_table.toml; 2 CPU cores, a minute
+      made-up grids of 4 x 4; the setting of configs/dvae_table.toml; 2 CPU cores, about a minute
 
   python -m data_pipelines.prepare arc --raw_dir=ARC --out_dir=data/arc
 """
@@ -34,7 +34,6 @@ def get_config(variant: str = '') -> ConfigDict:
   config.input.update({'batch_size': 32, 'eval_batch_size': 256})
   config.model.update({'dtype': 'float32', 'deviation': 0.18})
   config.loss.beta.steps = 500
-  config.quantizer.tau.update({'end': 0.25, 'steps': 2000})
   if not variant:
     config.data.side = 12
     config.model.update({'width': 64, 'heads': 4, 'layers': 2, 'latents': 24, 'codes': 64, 'deviation': 0.125})
@@ -47,7 +46,6 @@ def get_config(variant: str = '') -> ConfigDict:
   config.model.update({'width': 32, 'heads': 2, 'layers': 1, 'latents': 8, 'codes': 16, 'pool_layers': 1})
   config.loss.update({'kl': 0.02, 'usage': 0.1, 'pad_weight': 1.0})
   config.loss.beta.steps = 1
-  config.quantizer.levels = (4, 4)
   config.input.batch_size = 64
   config.total_steps, config.optim.end_rate = 2000, 0.0
   config.log_steps, config.eval_steps, config.checkpoint.steps = 100, 500, 500
@@ -71,7 +69,8 @@ def _accelerator(config, variant):
   if variant == 'dalle':
     config.quantizer.kind = 'gumbel'
     config.model.update({'codes': 8192, 'latents': 64})
-    config.loss.update({'kl': 0.1, 'usage': 0.0, 'pad_weight': 1.0})     # 0.1 a latent is their 6.6 a picture of pixels
+    # their 6.6 times the KL of a picture, a token of it, is 6.6 N / S a latent: 64 of them, 1024 tokens
+    config.loss.update({'kl': 6.6 * 64 / 1024, 'usage': 0.0, 'pad_weight': 1.0})
     config.loss.beta.steps = 5000
     config.optim.update({'learning_rate': 1e-4, 'end_rate': 1.25e-6, 'schedule_steps': 1_200_000, 'warmup_steps': 0})
     config.total_steps, config.input.batch_size = 3_000_000, 512

@@ -8,14 +8,16 @@ In place of "train" and "test" a task may have "examples", of which each may als
 is a list of rows of colours 0 to 9. A pair of "test" may lack its output. Each file may be compressed, with .gz behind
 its name.
 
-A file is of the split 'evaluation' if its name, or that of a folder on the way to it, contains 'evaluation' or begins
-with 'valid' or 'test'; of 'train' otherwise.
+The split of a file hangs on its name, or else that of the nearest folder on the way to it, --raw_dir included, that
+says one: 'evaluation' if it contains evaluation, or is valid, validation, val or test, with a number behind it or not;
+'train' if it contains training, or is train. Where none says one, it is 'train'.
 """
 
 import collections
 import gzip
 import json
 import os
+import re
 import zlib
 from typing import Any, Iterable, Iterator, NamedTuple
 
@@ -26,6 +28,7 @@ from data_pipelines import DataError
 SPLITS = ('train', 'evaluation')
 SUFFIXES = ('.json', '.jsonl', '.json.gz', '.jsonl.gz')
 COLOURS = 10
+_SPLIT = re.compile(r'(evaluation|^(?:valid|validation|val|test)[-_.]?\d*$)|training|^train[-_.]?\d*$')
 _PARTS = ('train', 'test', 'examples')
 
 
@@ -66,14 +69,15 @@ def files(raw_dir: str) -> tuple[list[File], list[str]]:
   paths = [p for p in found if p.lower().endswith(SUFFIXES) and not os.path.basename(p).startswith('.')]
   if not paths:
     raise DataError(f'{raw_dir}: no ARC tasks there; expected {", ".join(SUFFIXES)}')
-  return [_file(p, os.path.relpath(p, top)) for p in paths], [p for p in found if p not in set(paths)]
+  return [_file(p, os.path.relpath(p, top), top) for p in paths], [p for p in found if p not in set(paths)]
 
 
-def _file(path: str, name: str) -> File:
+def _file(path: str, name: str, top: str) -> File:
   *folders, last = name.split(os.sep)
   stem = last[:-len(max((s for s in SUFFIXES if last.lower().endswith(s)), key=len))]
-  words = [w.lower() for w in (*folders, stem)]
-  held_out = any('evaluation' in w or w.startswith(('valid', 'test')) for w in words)
+  words = [w.lower() for w in (os.path.basename(os.path.abspath(top)), *folders, stem)]
+  said = [bool(m[1]) for m in map(_SPLIT.search, reversed(words)) if m]      # the name itself, then its folders
+  held_out = said[0] if said else False
   return File(path, stem, SPLITS[held_out], folders[0] if folders else stem)
 
 

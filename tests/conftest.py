@@ -4,7 +4,9 @@ import os
 import sys
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
-# on few cores that other tests share a fake device may be late; XLA would end the process after 40 s
+# XLA's threads wait inside of collectives: where every one of them does, nobody is left for the device that all wait
+# for, and after a time XLA ends the process
+os.environ['NPROC'] = '32'
 os.environ['XLA_FLAGS'] = ('--xla_force_host_platform_device_count=8 '
                            '--xla_cpu_collective_call_terminate_timeout_seconds=280')
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', os.path.expanduser('~/.cache/lab/jax-tests'))

@@ -63,12 +63,16 @@ def test_names_say_splits_and_data_sets(tmp_path):
   wanted = {'arc_evaluation.json': ('evaluation', 'arc_evaluation'), 'arc_training.json.gz': ('train', 'arc_training'),
             'data/evaluation/a.json': ('evaluation', 'data'), 'data/training/a.json': ('train', 'data'),
             'contest/b.json': ('train', 'contest'), 'easy/Validation/c.jsonl': ('evaluation', 'easy'),
-            'test/d.json': ('evaluation', 'test'), 'valid.jsonl.gz': ('evaluation', 'valid')}
-  found, others = arc_raw.files(save(tmp_path / 'evaluation', {**dict.fromkeys(wanted, TASK), '.hid.json': TASK}))
-  assert {os.path.relpath(f.path, tmp_path / 'evaluation'): (f.split, f.dataset) for f in found} == wanted
+            'test/d.json': ('evaluation', 'test'), 'valid.jsonl.gz': ('evaluation', 'valid'),
+            'tests/e.json': ('train', 'tests')}
+  found, others = arc_raw.files(save(tmp_path / 'raw', {**dict.fromkeys(wanted, TASK), '.hid.json': TASK}))
+  assert {os.path.relpath(f.path, tmp_path / 'raw'): (f.split, f.dataset) for f in found} == wanted
   assert [f.path for f in found] == sorted(f.path for f in found) and len(others) == 1
-  one, = arc_raw.files(str(tmp_path / 'evaluation' / 'contest' / 'b.json'))[0]       # a file's folders are not asked
+  one, = arc_raw.files(str(tmp_path / 'raw' / 'contest' / 'b.json'))[0]
   assert one[1:] == ('b', 'train', 'b')
+  # the nearest name that says one: the folder that is given, too
+  inside, _ = arc_raw.files(save(tmp_path / 'evaluation', {'a.json': TASK, 'training/b.json': TASK}))
+  assert [f.split for f in inside] == ['evaluation', 'train']
 
 
 def broken(rows):

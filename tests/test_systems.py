@@ -60,35 +60,33 @@ def initial(task, config, batches):
 
 
 @pytest.mark.parametrize('config', LONG, indirect=True)
-@pytest.mark.parametrize('shape', [{'data': 8, 'fsdp': 1, 'tensor': 1}, {'data': 2, 'fsdp': 2, 'tensor': 2}])
-def test_one_device_equals_eight(config, tmp_path, monkeypatch, shape):
+def test_one_device_equals_eight(config, tmp_path, monkeypatch):
   config.input.batch_size = 8
   config.total_steps = 10
   config.eval_steps = 5
   config.eval_pictures = 0                       # drawn from one process alone
-  rows = {}
-  for name, (mesh, devices) in {'one': (ONE, 1), 'eight': (shape, 8)}.items():
+  shapes = {'one': (ONE, 1), 'data': ({'data': 8, 'fsdp': 1, 'tensor': 1}, 8),
+            'all': ({'data': 2, 'fsdp': 2, 'tensor': 2}, 8)}
+  rows, sums = {}, {}
+  for name, (shape, devices) in shapes.items():
     with monkeypatch.context() as patch:
-      on(mesh, devices, config, patch)
+      mesh = on(shape, devices, config, patch)
       train.run(load(config), config, str(tmp_path / name))
-    rows[name] = [json.loads(line) for line in (tmp_path / name / 'metrics.jsonl').read_text().splitlines()]
-  for a, b in zip(rows['one'], rows['eight'], strict=True):
-    assert a.keys() == b.keys() and (a['step'], a['split']) == (b['step'], b['split'])
-    if a['split'] == 'train':
-      np.testing.assert_allclose(a['loss'], b['loss'], rtol=1e-5)
-  # evaluation of one and the same state, on either mesh: every sum
-  state = {}
-  for name, (mesh, devices) in {'one': (ONE, 1), 'eight': (shape, 8)}.items():
-    with monkeypatch.context() as patch:
-      mesh = on(mesh, devices, config, patch)
+      rows[name] = [json.loads(line) for line in (tmp_path / name / 'metrics.jsonl').read_text().splitlines()]
+      # evaluation of one and the same state, on each mesh: every sum
       task = load(config)
       task = task._replace(finish=lambda totals: {f'{k}/{i}': v for k, p in totals.items() for i, v in enumerate(p)})
       with jax.set_mesh(mesh):
         _, first = initial(task, config, first_batch(task, config)[0])
-        state[name], _ = evaluate.make(task, config, mesh, Ledger('', writes=False))(first.params, first.stats)
-  assert state['one'].keys() == state['eight'].keys()
-  for k in state['one']:
-    np.testing.assert_allclose(state['one'][k], state['eight'][k], rtol=1e-5, err_msg=k)
+        sums[name], _ = evaluate.make(task, config, mesh, Ledger('', writes=False))(first.params, first.stats)
+  for name in ('data', 'all'):
+    for a, b in zip(rows['one'], rows[name], strict=True):
+      assert a.keys() == b.keys() and (a['step'], a['split']) == (b['step'], b['split'])
+      if a['split'] == 'train':
+        np.testing.assert_allclose(a['loss'], b['loss'], rtol=1e-5)
+    assert sums['one'].keys() == sums[name].keys()
+    for k in sums['one']:
+      np.testing.assert_allclose(sums['one'][k], sums[name][k], rtol=1e-5, err_msg=k)
 
 
 @pytest.mark.parametrize('config', LONG, indirect=True)

@@ -13,7 +13,7 @@ from data_pipelines import arc
 from lab import main, metrics, optim, schedules, sharding, train
 from lab.checkpoint import Checkpoints, split
 from lab.metrics import objective
-from lab.systems.dvae import anneal, bottleneck, canvas, config as shape, model, monitors, show, task
+from lab.systems.dvae import anneal, bottleneck, canvas, config as shape, model, monitors, settings, show, task
 from lab.task import ConfigError, TrainState
 from ml_collections import ConfigDict
 
@@ -134,6 +134,9 @@ def test_the_published_network_has_as_many_parameters():
   assert sum(x.size for x in jax.tree.leaves(params)) == 12_583_936
 
 
+WITHOUT = {'loss.kl': 0.0, 'loss.usage': 0.0, 'loss.beta.steps': 10_000}      # of quantizers without a distribution
+
+
 def batch(count=6):
   grids = arc.drawn(count, 4)
   cells = np.full((count, 4, 4), canvas.OUTSIDE, np.uint8)
@@ -144,32 +147,36 @@ def batch(count=6):
           'pair': np.arange(count) // 2, 'is_input': np.arange(count) % 2}
 
 
-@pytest.mark.parametrize('kind', task.KINDS)
+@pytest.mark.parametrize('kind', settings.KINDS)
 def test_every_quantizer_teaches_all_of_the_network(kind):
   values = {'quantizer.kind': kind, 'augment.translate': .5, 'mask.most.end': .5, 'mask.most.steps': 1}
   if kind in model.CODEBOOK:
     values |= {'loss.usage': .1, 'loss.tc': .1, 'loss.mi': -.1, 'loss.dwkl': .1, 'loss.relu': kind == 'gumbel',
                'loss.mixture': 'mws' if kind == 'reinmax' else 'batch'}
   else:
-    values['loss.kl'] = 0.0
+    values |= WITHOUT | ({'quantizer.levels': (4, 4)} if kind == 'fsq' else {})
   built = task.make_task(small(**values))
   params, stats = jax.jit(built.init)(jax.random.key(0), None)
 
   @jax.jit
   def step(params, stats, rows, number):
-    total = lambda p: (lambda terms, rest: (objective(terms), (terms, *rest)))(
+    total = lambda p: (lambda terms, rest: (objective(terms), (terms, rest)))(
         *built.loss(p, stats, rows, jax.random.key(1), number))
     return jax.grad(total, has_aux=True)(params), built.measure(params, stats, rows), built.predict(
         params, stats, rows, jax.random.key(0))
   rows = batch()
   arrays = {k: v for k, v in rows.items() if k not in ('pair', 'is_input')}
-  for number in range(3):                         # and in the third nothing is compiled any more
-    (grads, (terms, new, _)), sums, outputs = step(params, stats, arrays, jnp.int32(number))
+  for number in range(1, 4):                      # and in the third nothing is compiled any more
+    (grads, (terms, (new, said))), sums, outputs = step(params, stats, arrays, jnp.int32(number))
     stats = new
   assert step._cache_size() == 1
   for path, g in sharding.paths(grads):
     assert np.isfinite(g).all() and np.abs(g).max() > 0, path
   assert ({'kl', 'usage', 'tc', 'mi', 'dwkl'} <= terms.keys()) == (kind in model.CODEBOOK)
+  for name, weight in (('kl', .02), ('tc', .1), ('mi', -.1), ('usage', .1)) if kind in model.CODEBOOK else ():
+    raw = float(said[name + ('_nats' if name == 'usage' else '_nats_per_latent')][0])      # and beta is 1
+    wanted = weight * (max(raw, 0) if kind == 'gumbel' and name in settings.PARTS else raw)
+    assert float(terms[name][0]) == pytest.approx(wanted, rel=1e-5, abs=1e-7)
   assert ('commitment' in terms) == (kind == 'vq_ema')
   scores = monitors.score(list(show.records(small(**values), jax.device_get(outputs), rows)), 16)
   assert 0 <= scores['exact_grids'] <= 1 and ('code_usage' in scores) == (kind != 'none')
@@ -177,7 +184,7 @@ def test_every_quantizer_teaches_all_of_the_network(kind):
 
 
 def test_the_codebook_of_vq_is_kept(tmp_path):
-  config = small(**{'quantizer.kind': 'vq_ema', 'loss.kl': 0.0})
+  config = small(**{'quantizer.kind': 'vq_ema', **WITHOUT})
   built, tx = task.make_task(config), optim.make(config.optim, 10)
   params, stats = jax.jit(built.init)(jax.random.key(0), None)
   latents = jnp.array(np.random.default_rng(0).normal(size=(6, 8, 32)), jnp.float32)
@@ -192,16 +199,62 @@ def test_the_codebook_of_vq_is_kept(tmp_path):
   jax.tree.map(np.testing.assert_array_equal, found['stats'], stats)
 
 
+@pytest.mark.parametrize('variant', ['', *dvae.VARIANTS])
+@pytest.mark.parametrize('kind', ['reinmax', 'vq_ema'])
+def test_every_large_array_has_a_rule(variant, kind):
+  config = dvae.get_config(variant)
+  if kind == 'vq_ema':
+    config.update_from_flattened_dict({'quantizer.kind': kind, **WITHOUT})
+  else:
+    config.update_from_flattened_dict({'loss.mi': .1, 'loss.mixture': 'running'})
+  config.model.codes, built = 8192, task.make_task(config)
+  params, stats = jax.eval_shape(built.init, jax.random.key(0), None)
+  tx = optim.make(config.optim, 10)
+  sharding.audit(built.rules, TrainState(jnp.int32(0), params, stats, jax.eval_shape(tx.init, params)))
+
+
+def test_the_sequence_layout_learns_and_draws_whatever_it_says():
+  config = small(**{'data.layout': 'sequence'})
+  built, rows = task.make_task(config), batch()
+  params, stats = jax.jit(built.init)(jax.random.key(0), None)
+  arrays = {k: v for k, v in rows.items() if k not in ('pair', 'is_input')}
+  outputs = jax.device_get(jax.jit(built.predict)(params, stats, arrays, jax.random.key(0)))
+  for cells in (outputs['cells'], np.full_like(outputs['cells'], canvas.PAD), np.full_like(
+      outputs['cells'], canvas.NEWLINE)):
+    made = {**outputs, 'cells': cells}
+    assert len(list(show.records(config, made, rows))) == len(show.picture(config, made, rows)) == 6
+  truth = {**outputs, 'cells': outputs['tokens']}
+  assert all(r['exact'] and r['right'] == r['cells'] == r['height'] * r['width']
+             for r in show.records(config, truth, rows))
+
+
+def test_padding_alone_rebuilds_nothing():
+  rows = batch()
+  ids, _ = canvas.tokens(jnp.array(rows['grid']), jnp.array(rows['size']), 'projected')
+  logits = jnp.broadcast_to(jax.nn.one_hot(canvas.PAD, canvas.VOCABULARY) * 9, (*ids.shape, canvas.VOCABULARY))
+  found = metrics.ratios(jax.device_get(task.judge(small(), logits, ids, jnp.ones(6))[1]))
+  assert found['non_pad_accuracy'] == found['exact_grids'] == 0
+  assert found['padding_share'] == found['token_accuracy'] == pytest.approx(float((ids == canvas.PAD).mean()))
+
+
 # settings
 
 
 @pytest.mark.parametrize('values, said', [
-    ({'quantizer.kind': 'fsq', 'quantizer.levels': (3, 4), 'loss.kl': 0.0}, 'quantizer.levels'),
-    ({'quantizer.kind': 'vq_ema'}, 'loss.kl'), ({'loss.mixture': 'running', 'loss.tc': 1.0}, 'loss.tc'),
+    ({'quantizer.kind': 'fsq', 'quantizer.levels': (3, 4), **WITHOUT}, 'quantizer.levels'),
+    ({'quantizer.kind': 'vq_ema'}, 'loss.kl'), ({'quantizer.hard_from': 5}, 'quantizer.hard_from'),
+    ({'quantizer.tau.end': .5}, 'quantizer.tau.end'), ({'loss.relu': True}, 'loss.relu'),
+    ({'quantizer.kind': 'vq_ema', **WITHOUT, 'optim.accumulate': 2}, 'optim.accumulate'),
+    ({'quantizer.kind': 'vq_ema', **WITHOUT, 'init_from': 'runs/x'}, 'init_from'),
+    ({'loss.beta.kind': 'exponential'}, 'loss.beta.start'),
+    ({'augment.on': False, 'augment.colours': False}, 'augment.colours'),
+    ({'model.pool': 'chain', 'model.pool_layers': 1, 'model.attention': 'flash'}, 'model.attention'),
+    ({'loss.mixture': 'running', 'loss.tc': 1.0}, 'loss.tc'),
     ({'model.heads': 3}, 'model.width'), ({'quantizer.reinmax_tau': .5}, 'quantizer.reinmax_tau'),
     ({'data.layout': 'sequence', 'augment.translate': .1}, 'augment.translate'),
-    ({'quantizer.tau.kind': 'sine'}, 'quantizer.tau.kind'), ({'mask.most.end': 2.0}, 'mask.most.end'),
-    ({'quantizer.kind': 'none', 'loss.kl': 0.0, 'predict.verb': 'decode'}, 'predict.verb')])
+    ({'quantizer.tau.kind': 'sine'}, 'quantizer.tau.kind'), ({'loss.mixture': 'mws'}, 'loss.mixture'),
+    ({'mask.most.end': 2.0}, 'mask.most.end'),
+    ({'quantizer.kind': 'none', **WITHOUT, 'predict.verb': 'decode'}, 'predict.verb')])
 def test_settings_that_cannot_run_are_named(values, said):
   with pytest.raises(ConfigError, match=said.replace('.', r'\.')):
     task.make_task(small(**values))

@@ -49,7 +49,7 @@ def test_what_has_no_data_is_left_out():
   one = monitors.score(iter([record([3], right=1)]), codes=8)                    # no output, no pair, no second slot
   assert set(one) == {'exact_grids', 'exact_inputs', 'non_pad_accuracy', 'non_pad_accuracy_inputs', 'bits',
                       'code_usage', 'dead_codes', 'code_perplexity', 'code_perplexity/slot_00',
-                      'code_perplexity_per_slot'}
+                      'code_perplexity_per_slot', 'mi_nats_per_latent', 'tc_nats_per_latent', 'dwkl_nats_per_latent'}
   assert all(math.isfinite(v) for v in one.values())
   assert one['code_perplexity'] == one['code_perplexity_per_slot'] == 1          # a constant has no entropy
 
@@ -169,16 +169,20 @@ def test_deflate_counts_whole_bytes_of_cells():
 
 
 def test_capacity_adds_two_deviations_and_the_augmentation():
-  one, noisy = np.zeros((1, 1), np.uint8), np.random.default_rng(0).integers(0, 10, (20, 20), np.uint8)
-  many = float(monitors.deflate_bits([noisy])[0])
-  plain = monitors.capacity(24, [one, noisy], permutations=False)
-  # of 24 and m the mean is (24 + m) / 2 and the standard deviation (m - 24) / 2
-  assert plain == pytest.approx({'bits': 24, 'bits_needed': (24 + many) / 2 + (many - 24), 'deflate_fits': 0.5,
-                                 'deflate_bits_mean': (24 + many) / 2, 'deflate_bits_median': (24 + many) / 2})
-  augmented = monitors.capacity(24, [one, noisy])
-  assert augmented.pop('bits_needed') - plain.pop('bits_needed') == pytest.approx(24.79, abs=0.005)
-  assert augmented == plain
-  assert monitors.capacity(144, []) == {'bits': 144}
+  # of 24 and 224 the mean is 124 and the standard deviation 100
+  found = monitors.capacity(100, np.array([24, 224]))
+  assert found == pytest.approx({'bits_needed': 124 + 200 + math.log2(math.factorial(10)) + 3, 'deflate_fits': 0.5})
+  assert found['bits_needed'] - 324 == pytest.approx(24.79, abs=0.005)
+
+
+def test_the_divergence_of_codes_is_cut_in_three():
+  # two slots of two codes that copy each other, as often 0 as 1: H(z) = H(z_1) = H(z_2) = ln 2
+  two = [record(codes=[i % 2] * 2) for i in range(8)]
+  found = monitors.score(two, 2)
+  assert [found[f'{k}_nats_per_latent'] for k in ('mi', 'tc', 'dwkl')] == pytest.approx([math.log(2) / 2] * 2 + [0])
+  # always the same code: nothing is told, and the divergence is all of ln 2 a latent
+  found = monitors.score([record(codes=[1, 0])] * 5, 2)
+  assert [found[f'{k}_nats_per_latent'] for k in ('mi', 'tc', 'dwkl')] == pytest.approx([0, 0, math.log(2)], abs=1e-12)
 
 
 def test_capacity_of_arc_agi_1_evaluation():
@@ -194,7 +198,7 @@ def test_capacity_of_arc_agi_1_evaluation():
   assert bits.mean() == pytest.approx(325, rel=0.02) and np.median(bits) == pytest.approx(232, rel=0.02)
   for code, share in ((16 * 9, 0.28), (64 * 9, 0.88), (128 * 9, 0.97), (256 * 9, 0.997)):
     assert (bits <= code).mean() == pytest.approx(share, abs=0.01)
-  assert monitors.capacity(64 * 9, grids[:50])['deflate_fits'] == (bits[:50] <= 576).mean()
+  assert monitors.capacity(64 * 9, bits)['deflate_fits'] == (bits <= 576).mean()
 
 
 # --- pictures

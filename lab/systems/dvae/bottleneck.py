@@ -13,7 +13,7 @@ class Passage(NamedTuple):
   """What passes the bottleneck."""
   words: jax.Array              # f32[B, N, D], for the decoder
   codes: jax.Array | None       # i32[B, N]
-  choice: jax.Array | None      # f32[B, N, C], weights of the codes: one-hot, or relaxed
+  choice: jax.Array | None      # f32[B, N, C], the codes as one-hot, with the gradient of how they were drawn
   log_q: jax.Array | None       # f32[B, N, C]
   latents: jax.Array | None     # f32[B, N, D], of vq_ema: what was looked up
 
@@ -34,17 +34,15 @@ def sampled(net, config, params, stats, found, number, step) -> Passage:
     return _other(net, config, params, stats, found)
   noise = jax.vmap(lambda key: jax.random.gumbel(key, found.shape[1:]))(canvas.keys(number, 2))
   if q.kind == 'reinmax':
-    choice = quantizers.reinmax(found, noise, q.reinmax_tau)
+    choice = weights = quantizers.reinmax(found, noise, q.reinmax_tau)
   else:
     tau = anneal.value(q.tau, step)
-    choice = quantizers.soft(found, noise, tau)
-    straight = quantizers.straight_through(found, noise, tau)
-    if q.kind == 'st_gumbel':
-      choice = straight
-    elif q.hard_from >= 0:
-      choice = jnp.where(step >= q.hard_from, straight, choice)
+    choice = weights = quantizers.straight_through(found, noise, tau)
+    if q.kind == 'gumbel':
+      soft = quantizers.soft(found, noise, tau)
+      weights = jnp.where(step >= q.hard_from, choice, soft) if q.hard_from >= 0 else soft
   codes = (found + noise).argmax(-1).astype(jnp.int32)
-  return Passage(_words(net, params, choice), codes, choice, jax.nn.log_softmax(found), None)
+  return Passage(_words(net, params, weights), codes, choice, jax.nn.log_softmax(found), None)
 
 
 def _other(net, config, params, stats, found):
@@ -75,7 +73,7 @@ def empty(config) -> Any:
   m = config.model
   if config.quantizer.kind == 'vq_ema':
     return {'vq': quantizers.vq_empty(m.codes, m.width)}
-  if config.quantizer.kind in CODEBOOK:
+  if config.loss.mixture == 'running':
     return {'marginal': jnp.full((m.latents, m.codes), 1 / m.codes, jnp.float32), 'started': jnp.float32(0)}
   return {}
 
@@ -90,12 +88,12 @@ def begun(config, stats, found, mask, key):
 
 
 def kept(config, stats, passage, mask, key):
-  """The stats after a batch; and, of those with logits, the average marginal with this batch's gradient in it."""
+  """The stats after a batch; and, of mixture = running, the average marginal with this batch's gradient in it."""
   q = config.quantizer
   if q.kind == 'vq_ema':
     latents = jax.lax.stop_gradient(passage.latents)
     return {'vq': quantizers.vq_update(key, latents, passage.codes, mask, stats['vq'], q.decay, q.least)}, None
-  if q.kind not in CODEBOOK:
+  if config.loss.mixture != 'running':
     return stats, None
   new = objectives.running(stats['marginal'], objectives.marginal(passage.log_q, mask), config.loss.marginal_decay,
                            stats['started'])

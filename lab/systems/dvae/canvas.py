@@ -58,6 +58,8 @@ def grid_of(tokens: np.ndarray, layout: str) -> np.ndarray:
   if layout == 'sequence':
     inside = list(tokens[:next((i for i, t in enumerate(tokens) if t == PAD), len(tokens))])
     width = inside.index(NEWLINE) if NEWLINE in inside else len(inside)
+    if not width:
+      return np.zeros((0, 0), np.uint8)
     rows = [inside[i:i + width] for i in range(0, len(inside), width + 1)]
     return np.array([r for r in rows if len(r) == width], np.uint8).reshape(-1, width)
   side = math.isqrt(len(tokens))

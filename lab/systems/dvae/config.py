@@ -24,7 +24,7 @@ def get_config() -> ConfigDict:
   })
   _network(config)
   config.optim.stacked = 'blocks/'
-  config.optim.decay_not = '(tokens|queries|codebook|slots|scale)$'
+  config.optim.decay_not = r'(tokens|queries\d*|codebook|slots|scale)$'
   config.quantizer = ConfigDict({
       'kind': 'reinmax',         # none, gumbel, st_gumbel, reinmax, vq_ema or fsq
       'tau': {'start': 1.0, 'end': 0.0625, 'steps': 150_000, 'kind': 'cosine', 'delay': 0},   # gumbel's and st_gumbel's
@@ -39,17 +39,19 @@ def get_config() -> ConfigDict:
       'gamma': 0.0,              # focal loss: (1 - p)^gamma
       'stablemax': False,        # in place of softmax (arXiv 2501.04697)
       'kl': 0.1,                 # weight of KL(q || uniform), nats a latent
+      # of a batch as a whole, with optim.accumulate of each micro-batch:
       'mi': 0.0,                 # weight of the mutual information of grid and code, nats a latent
       'tc': 0.0,                 # weight of the total correlation of the latents, nats a latent
       'dwkl': 0.0,               # weight of the latents' own KL to uniform, nats a latent
-      'usage': 0.1,              # weight of KL(mean over batch and latents || uniform), nats
-      'commitment': 0.25,        # vq_ema: of latents to their code
-      'relu': False,             # mi, tc and dwkl below 0 count as 0
+      'usage': 0.1,              # weight of KL(mean over batch and latents || uniform), nats; from the start
+      'relu': False,             # mi, tc and dwkl whose mean is below 0 are no loss
       'mixture': 'batch',        # estimate of q(z): batch, mws, mss, or running (its average over updates)
-      'marginal_decay': 0.99,    # of that average
-      'beta': {'start': 0.0, 'end': 1.0, 'steps': 10_000, 'kind': 'cosine', 'delay': 0},   # factor of kl to usage
+      'marginal_decay': 0.99,    # running: of that average
+      'commitment': 0.25,        # vq_ema: weight of the squared distance of latents to their code
+      # factor of kl, mi, tc and dwkl
+      'beta': {'start': 0.0, 'end': 1.0, 'steps': 10_000, 'kind': 'cosine', 'delay': 0},
   })
-  config.mask = ConfigDict({     # tokens of the grid that the encoder does not see; a share from 0 to this, a grid each
+  config.mask = ConfigDict({     # share of a grid's tokens that the encoder does not see, uniform from 0 to `most`
       'most': {'start': 0.0, 'end': 0.0, 'steps': 10_000, 'kind': 'cosine', 'delay': 0},
   })
   config.predict = ConfigDict({  # --mode=predict

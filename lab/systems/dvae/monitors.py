@@ -34,6 +34,10 @@ def score(records: Iterable[Mapping], codes: int, factors: Sequence[str] = FACTO
     code_perplexity: exp of the entropy of codes, all slots together; /slot_00, ... of each slot by itself, and
       code_perplexity_per_slot, their mean.
     codes_differ_in_pair: share of slots that differ between input and output of a pair, mean over pairs.
+    mi_nats_per_latent, tc_nats_per_latent, dwkl_nats_per_latent: of the codes themselves over the whole set, H(z) / N,
+      (sum of H(z_k) - H(z)) / N and ln C - (sum of H(z_k)) / N. H(z) is at most ln(number of grids), which bounds all.
+    deflate_fits: share of the grids that raw DEFLATE fits into so many bits, where the records state 'deflate_bits';
+      bits_needed: mean + 2 standard deviations of these, and log2(10!) + 3 for colours and symmetries.
     slot_mi: mutual information of two slots, mean over all pairs of slots.
     slot_mi_floor: the same after each slot was shuffled over the grids by itself: the bias of the estimate.
     mig: mutual information gap, mean over the factors that vary; mig/FACTOR of each.
@@ -45,7 +49,9 @@ def score(records: Iterable[Mapping], codes: int, factors: Sequence[str] = FACTO
   out = _rebuilt(records)
   taken = _table(records, codes)
   if len(taken):
-    out |= _use(taken, codes) | _difference(records, taken) | _shared(taken, codes)
+    out |= _use(taken, codes) | _difference(records, taken) | _parts(taken, codes) | _shared(taken, codes)
+    if all('deflate_bits' in r for r in records):
+      out |= capacity(out['bits'], np.array([r['deflate_bits'] for r in records]))
     out |= _gap(taken, {name: np.array([r[name] for r in records]) for name in factors})
   return out
 
@@ -93,6 +99,14 @@ def _difference(records, taken) -> dict[str, float]:
     return {}
   a, b = ([place[pair] for pair in both] for place in (inputs, outputs))
   return {'codes_differ_in_pair': float((taken[:, a] != taken[:, b]).mean())}
+
+
+def _parts(taken, codes) -> dict[str, float]:
+  """The divergence from uniform of deterministic codes, cut in three."""
+  slots, whole = len(taken), np.unique(taken, axis=1, return_inverse=True)[1]
+  single, joint = float(_entropies(taken).sum()), float(_entropies(whole.reshape(1, -1))[0])
+  return {'mi_nats_per_latent': joint / slots, 'tc_nats_per_latent': (single - joint) / slots,
+          'dwkl_nats_per_latent': math.log(codes) - single / slots}
 
 
 def _shared(taken, codes) -> dict[str, float]:
@@ -150,24 +164,10 @@ def deflate_bits(grids: Iterable[np.ndarray]) -> np.ndarray:
   return np.array([bits(grid) for grid in grids], np.int64)
 
 
-def capacity(bits_of_code: float, grids: Iterable[np.ndarray], permutations: bool = True) -> dict[str, float]:
-  """Whether a code is long enough for grids u8[H, W], by what DEFLATE makes of them.
+def capacity(bits_of_code: float, needed: np.ndarray) -> dict[str, float]:
+  """Whether a code of so many bits, N log2 C, is long enough for grids that need i[n] as `deflate_bits` has them.
 
-  Args:
-    bits_of_code: N log2 C.
-    grids: as they lie on disk, without augmentation.
-    permutations: the model also meets them in any permutation of the colours and any of the 8 dihedral maps, which
-      costs log2(10!) + 3 = 24.79 bits a grid.
-
-  Returns:
-    bits: bits_of_code. The following are left out where there is no grid.
-    bits_needed: mean + 2 standard deviations of the grids' bits, and those of the augmentation.
-    deflate_bits_mean, deflate_bits_median: of the grids.
-    deflate_fits: share of the grids, as they lie, that need at most bits_of_code.
+  Training also shows them in any permutation of the colours and any of the 8 symmetries, which costs 24.79 bits more.
   """
-  needed, out = deflate_bits(grids), {'bits': float(bits_of_code)}
-  if not len(needed):
-    return out
-  return out | {'bits_needed': float(needed.mean() + 2 * needed.std()) + permutations * AUGMENTATION_BITS,
-                'deflate_bits_mean': float(needed.mean()), 'deflate_bits_median': float(np.median(needed)),
-                'deflate_fits': float((needed <= bits_of_code).mean())}
+  return {'bits_needed': float(needed.mean() + 2 * needed.std()) + AUGMENTATION_BITS,
+          'deflate_fits': float((needed <= bits_of_code).mean())}

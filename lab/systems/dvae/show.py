@@ -27,10 +27,12 @@ def _judged(outputs, batch, i, codes, layout):
   wanted, found = (np.asarray(outputs[k][i]) for k in ('tokens', 'cells'))
   inside, grid = wanted < canvas.COLOURS, canvas.grid_of(wanted, layout)
   names, counts = np.unique(grid, return_counts=True)
+  deflated = int(monitors.deflate_bits([grid])[0])
   return {'codes': codes, 'pair': int(batch['pair'][i]), 'is_input': int(batch['is_input'][i]),
           'height': grid.shape[0], 'width': grid.shape[1], 'colours': len(names),
           'background': int(names[counts.argmax()]), 'exact': bool((wanted == found).all()),
-          'right': int((wanted == found)[inside].sum()), 'cells': int(inside.sum())}
+          'right': int((wanted == found)[inside].sum()), 'cells': int(inside.sum()),
+          'deflate_bits': deflated}
 
 
 def score(config, found):

@@ -1,7 +1,7 @@
 """A dVAE rebuilds ARC grids from a few codes.
 
   launch/run.sh --config=configs/dvae.py --workdir=runs/dvae
-      the ARC-AGI-1 grids of at most 12 x 12 cells, 24 codes of 64 (144 bits) a grid; 2 CPU cores, minutes
+      the ARC-AGI-1 grids of at most 10 x 10 cells, 24 codes of 64 (144 bits) a grid; 2 CPU cores, minutes
   launch/run.sh --config=configs/dvae.py:full --workdir=runs/dvae-full --config.data.dir=data/arc
       all sizes, 128 codes of 512 (1,152 bits), for an accelerator
   launch/run.sh --config=configs/dvae.py:dalle --workdir=runs/dvae-dalle --config.data.dir=data/arc
@@ -35,10 +35,11 @@ def get_config(variant: str = '') -> ConfigDict:
   config.model.update({'dtype': 'float32', 'deviation': 0.18})
   config.loss.beta.steps = 500
   if not variant:
-    config.data.side = 12
-    config.model.update({'width': 64, 'heads': 4, 'layers': 2, 'latents': 24, 'codes': 64, 'deviation': 0.125})
-    config.loss.update({'kl': 0.02, 'usage': 0.1})
-    config.total_steps, config.optim.warmup_steps = 3000, 100
+    config.data.side = 10
+    config.model.update({'width': 64, 'heads': 4, 'layers': 1, 'pool_layers': 1, 'latents': 24, 'codes': 64,
+                         'deviation': 0.125})
+    config.loss.kl = 0.02
+    config.total_steps, config.optim.warmup_steps, config.optim.learning_rate = 2000, 100, 2e-3
     config.log_steps, config.eval_steps, config.checkpoint.steps = 50, 500, 500
     return config
   config.data.update({'dir': 'rectangles', 'side': 4})

@@ -1,0 +1,51 @@
+"""The dVAE learns a few grids by heart, through codes as without them; and the sweeps that compare quantizers can run."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from configs import dvae
+from data_pipelines import arc
+from lab import accumulate, optim, points, sweep
+from lab.systems.dvae import canvas, task
+from tests.conftest import ROOT
+
+GRIDS = 16
+
+
+def sixteen():
+  cells, grids = np.full((GRIDS, 4, 4), canvas.OUTSIDE, np.uint8), arc.drawn(GRIDS, 4)
+  for i, g in enumerate(grids):
+    cells[i, :g.shape[0], :g.shape[1]] = g
+  return {'grid': jnp.array(cells), 'size': jnp.array([g.shape for g in grids], jnp.int32), 'mask': jnp.ones(GRIDS)}
+
+
+@pytest.mark.parametrize('kind, steps, least', [('none', 200, 1.0), ('reinmax', 500, .85)])
+def test_sixteen_grids_are_learnt_by_heart(kind, steps, least):
+  config = dvae.get_config('rectangles')
+  config.quantizer.kind, config.optim.learning_rate, config.total_steps = kind, 3e-3, steps
+  if kind == 'none':
+    config.loss.update({'kl': 0.0, 'usage': 0.0})
+    config.loss.beta.steps = 10_000
+  built, tx, rows = task.make_task(config), optim.make(config.optim, steps), sixteen()
+
+  def step(carry, i):
+    params, stats, opt = carry
+    number = jnp.stack([jnp.zeros(GRIDS, jnp.uint32), (i * GRIDS + jnp.arange(GRIDS)).astype(jnp.uint32)], 1)
+    batch = {k: v[None] for k, v in {**rows, 'number': number}.items()}
+    loss, grads, stats, _ = accumulate.gradients(built.loss, params, stats, batch, jax.random.key(1), i)
+    params, opt, _, _ = tx.update(loss, grads, opt, params, i)
+    return (params, stats, opt), loss
+
+  params, stats = jax.jit(built.init)(jax.random.key(0), None)
+  run = jax.jit(lambda carry: jax.lax.scan(step, carry, jnp.arange(steps)))
+  (params, stats, _), _ = run((params, stats, tx.init(params)))
+  right, grids = jax.jit(built.measure)(params, stats, rows)['exact_grids']
+  assert right / grids >= least
+
+
+@pytest.mark.parametrize('name', ['dvae_table', 'dvae_frontier'])
+def test_sweeps_can_run(name, tmp_path):
+  sweep.check(points.read(os.path.join(ROOT, 'configs', f'{name}.toml'), str(tmp_path)))

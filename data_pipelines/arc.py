@@ -101,8 +101,14 @@ def _survey(of: Mapping[str, Sequence[arc_raw.File]], side: int, leaks: str,
       if same and leaks == 'drop':
         dropped.add(i)
       else:
+        known.update((g.shape, g.tobytes()) for pair in task.pairs for _, g in _fitting(pair, side))
         yield task
+  known = set()
   counts = {'train': _count(kept(), side), 'evaluation': _count(evaluation, side)}
+  grids = [g for task in evaluation for pair in task.pairs for _, g in _fitting(pair, side)]
+  alike = {canonical(np.frombuffer(cells, np.uint8).reshape(shape)) for shape, cells in known}
+  counts['evaluation'] |= {'in_train': sum((g.shape, g.tobytes()) in known for g in grids),
+                           'alike_in_train': sum(canonical(g) in alike for g in grids)}
   return {k: v for k, v in counts.items() if of[k]}, found, dropped
 
 
@@ -143,6 +149,14 @@ def _record(grid: np.ndarray, task: str, dataset: str, pair: int, is_input: int,
 
 
 # leaks
+
+def canonical(grid: np.ndarray) -> tuple[tuple[int, ...], bytes]:
+  """The same for all grids u8[H, W] that are one up to a symmetry of the square and a renaming of colours."""
+  def drawn_as(turned):
+    _, first, names = np.unique(turned, return_index=True, return_inverse=True)
+    return turned.shape, np.argsort(np.argsort(first)).astype(np.uint8)[names.ravel()].tobytes()
+  return min(drawn_as(turn) for half in (grid, grid.T) for turn in (half, half[::-1], half[:, ::-1], half[::-1, ::-1]))
+
 
 def _program(task: arc_raw.Task):
   """What tells a program by name; the line of a file does not."""

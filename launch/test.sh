@@ -5,4 +5,4 @@ set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 make_environment test
 cd "$root"
-exec "$venv/bin/python" -m pytest -n auto --maxprocesses=4 --dist=loadfile "$@"
+exec "$venv/bin/python" -m pytest -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder "$@"

@@ -24,6 +24,16 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 
+# they take minutes
+LONG = ('test_systems', 'test_sweep', 'test_readme', 'test_language_learning', 'test_pose_stick_figures', 'test_resume',
+        'test_processes', 'test_dvae', 'test_dvae_learning', 'test_language_distill')
+
+
+def pytest_collection_modifyitems(items):
+  """Long files come first, lest one process is left with them when the others are done."""
+  items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
+
 @pytest.fixture(scope='session')
 def toy_data(tmp_path_factory):
   """The toy's records."""

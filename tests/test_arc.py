@@ -139,6 +139,16 @@ def test_likeness_of_tasks_whose_pairs_look_alike():
   assert arc.likeness(solid(range(9)), solid(range(8)), True) == ''
 
 
+def test_grids_that_a_symmetry_and_other_colours_make_of_one_another_are_alike():
+  draw = np.random.default_rng(0)
+  for _ in range(50):
+    grid = draw.integers(0, 4, draw.integers(1, 4, 2), np.uint8)
+    turned = np.rot90(grid.T if draw.integers(2) else grid, draw.integers(4))
+    assert arc.canonical(np.array(PERMUTED, np.uint8)[turned]) == arc.canonical(grid)
+  assert arc.canonical(np.array([[0, 1]], np.uint8)) != arc.canonical(np.array([[1, 1]], np.uint8))
+  assert arc.canonical(np.array([[0, 1, 1, 0]], np.uint8)) != arc.canonical(np.array([[0, 1], [1, 0]], np.uint8))
+
+
 # records
 
 def test_records_are_the_grids(tmp_path, capsys):
@@ -149,7 +159,8 @@ def test_records_are_the_grids(tmp_path, capsys):
   code, report = make(capsys, raw, tmp_path / 'out', '--shards=2')
   assert code == 0 and report['splits'] == {
       'train': {'grids': 8, 'tasks': 2, 'pairs': 5, 'left_out': 3, 'largest_side': 3},
-      'evaluation': {'grids': 3, 'tasks': 1, 'pairs': 2, 'left_out': 0, 'largest_side': 3}}
+      'evaluation': {'grids': 3, 'tasks': 1, 'pairs': 2, 'left_out': 0, 'largest_side': 3, 'in_train': 3,
+                     'alike_in_train': 3}}
   folder = str(tmp_path / 'out' / arc.NAME / arc.VERSION)
   keys = ('grid', 'task', 'dataset', 'pair', 'is_input', 'is_test')
   assert [tuple(r[k] for k in keys) for r in records(folder, 'train')] == [
@@ -305,7 +316,8 @@ def test_published_tasks(tmp_path, capsys):
                                         ('turned', '00576224', 'symmetry')]
   # 1363 + 419 pairs of two grids
   assert report['splits']['train']['tasks'] == 399 and report['splits']['evaluation'] == {
-      'grids': 3564, 'tasks': 400, 'pairs': 1782, 'left_out': 0, 'largest_side': 30}
+      'grids': 3564, 'tasks': 400, 'pairs': 1782, 'left_out': 0, 'largest_side': 30, 'in_train': 41,
+      'alike_in_train': 208}
   found = examples(arc.source(str(tmp_path / 'out'), 'evaluation', side=30), size=512, train=False)
   assert len(found['grid']) == 3564 and found['size'].min() == 1 and found['size'].max() == 30
 

@@ -323,7 +323,7 @@ MANY = TOY.replace('"error"', '"-error"') + '''
 seeds = [0, 1]
 [values]
 "optim.learning_rate" = [0.1, 0.3]
-"optim.warmup_steps" = [2, 4]
+"optim.warmup_steps" = [2]
 '''
 
 
@@ -347,7 +347,7 @@ def test_a_sweep_killed_twice_gives_the_table_of_one_left_alone(worker, tmp_path
   for file in ('table.csv', 'table.md'):
     assert read(killed, file) == read(alone, file)
   rows = list(csv.DictReader(read(alone, 'table.csv').splitlines()))
-  assert [r['runs'] for r in rows] == ['2'] * 4 and len({r['error_median'] for r in rows}) == 4
+  assert [r['runs'] for r in rows] == ['2'] * 2 and len({r['error_median'] for r in rows}) == 2
   assert all(float(r['error_min']) <= float(r['error_median']) <= float(r['error_max']) for r in rows)
   best = min(rows, key=lambda r: float(r['error_median']))
   assert read(alone, 'table.md').splitlines()[4].startswith(

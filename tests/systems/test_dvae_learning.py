@@ -1,4 +1,4 @@
-"""The dVAE learns a few grids by heart, through codes as without them; and the sweeps that compare quantizers can run."""
+"""The dVAE learns a few grids by heart, through codes as without them; the sweeps that compare quantizers can run."""
 
 import os
 

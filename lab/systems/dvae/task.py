@@ -43,7 +43,7 @@ def make_task(config) -> Task:
     terms, sums = judge(config, logits, ids, batch['mask'])
     more, raw = regular(config, passage, marginal, batch['mask'], lambda: source('train').size, step)
     rows = (ids != canvas.PAD) * batch['mask'][:, None]
-    sums |= raw | progress(config, step) | {'hidden': (((seen != ids) * rows).sum(), rows.sum())}
+    sums |= raw | progress(config, step, batch['mask'].sum()) | {'hidden': (((seen != ids) * rows).sum(), rows.sum())}
     return terms | more, (stats, sums)
 
   def measure(params, stats, batch):
@@ -51,8 +51,11 @@ def make_task(config) -> Task:
     passage = bottleneck.hard(net, config, params, stats, found)
     terms, sums = judge(config, net.apply({'params': params}, passage.words, method='decode'), ids, batch['mask'])
     if passage.log_q is not None:
-      kl = objectives.kl_uniform(passage.log_q) / config.model.latents
-      sums['kl_nats_per_latent'] = ((kl * batch['mask']).sum(), batch['mask'].sum())
+      q = jnp.exp(passage.log_q)
+      for name, each in (('kl_nats_per_latent', objectives.kl_uniform(passage.log_q) / config.model.latents),
+                         ('posterior_perplexity', jnp.exp(-(q * passage.log_q).sum(-1)).mean(-1)),
+                         ('peakiness', q.max(-1).mean(-1))):
+        sums[name] = ((each * batch['mask']).sum(), batch['mask'].sum())
     return {'loss': terms['ce'], **sums}
 
   return Task(init=init, loss=loss, measure=measure, predict=functools.partial(predict, config, net, encode),
@@ -80,12 +83,12 @@ def predict(config, net, encode, params, stats, batch, key):
   return {**codes, 'between': jax.vmap(decode, 1, 1)(between)}
 
 
-def progress(config, step):
-  """What anneals, as sums of weight 1."""
+def progress(config, step, weight):
+  """What anneals, as sums of this weight."""
   found = {'beta': config.loss.beta, 'mask_most': config.mask.most}
   if config.quantizer.kind in TEMPERED:
     found['tau'] = config.quantizer.tau
-  return {name: (anneal.value(section, step), jnp.float32(1)) for name, section in found.items()}
+  return {name: (anneal.value(section, step) * weight, weight) for name, section in found.items()}
 
 
 def judge(config, logits, ids, mask):

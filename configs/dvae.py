@@ -1,7 +1,8 @@
 """A dVAE rebuilds ARC grids from a few codes.
 
   launch/run.sh --config=configs/dvae.py --workdir=runs/dvae
-      the ARC-AGI-1 grids of at most 10 x 10 cells, 24 codes of 64 (144 bits) a grid; 2 CPU cores, minutes
+      the ARC-AGI-1 grids of at most 6 x 6 cells, 16 codes of 64 (96 bits) a grid; 2 CPU cores that had other
+      work beside it, 4.6 minutes: 43 % of unseen grids exact, 86 % of their cells right
   launch/run.sh --config=configs/dvae.py:full --workdir=runs/dvae-full --config.data.dir=data/arc
       all sizes, 128 codes of 512 (1,152 bits), for an accelerator
   launch/run.sh --config=configs/dvae.py:dalle --workdir=runs/dvae-dalle --config.data.dir=data/arc
@@ -33,13 +34,13 @@ def get_config(variant: str = '') -> ConfigDict:
   config.optim.update({'name': 'adamw', 'learning_rate': 1e-3, 'end_rate': 1e-5, 'decay': 1e-4})
   config.input.update({'batch_size': 32, 'eval_batch_size': 256})
   config.model.update({'dtype': 'float32', 'deviation': 0.18})
-  config.loss.beta.steps = 500
   if not variant:
-    config.data.side = 10
-    config.model.update({'width': 64, 'heads': 4, 'layers': 1, 'pool_layers': 1, 'latents': 24, 'codes': 64,
+    config.data.side = 6
+    config.model.update({'width': 64, 'heads': 4, 'layers': 1, 'pool_layers': 1, 'latents': 16, 'codes': 64,
                          'deviation': 0.125})
-    config.loss.kl = 0.02
-    config.total_steps, config.optim.warmup_steps, config.optim.learning_rate = 2000, 100, 2e-3
+    config.quantizer.kind = 'vq_ema'
+    config.loss.update({'kl': 0.0, 'usage': 0.0})
+    config.total_steps, config.optim.warmup_steps = 3000, 100
     config.log_steps, config.eval_steps, config.checkpoint.steps = 50, 500, 500
     return config
   config.data.update({'dir': 'rectangles', 'side': 4})
@@ -66,7 +67,7 @@ def _accelerator(config, variant):
   config.log_steps, config.eval_steps, config.checkpoint.steps = 100, 2000, 2000
   config.model.latents = 128
   if variant == 'chain':
-    config.model.update({'latents': 16, 'pool': 'chain', 'slots': False})
+    config.model.update({'latents': 16, 'pool': 'chain', 'slots': False, 'absolute': False})
   if variant == 'dalle':
     config.quantizer.kind = 'gumbel'
     config.model.update({'codes': 8192, 'latents': 64})

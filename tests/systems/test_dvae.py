@@ -128,7 +128,7 @@ def test_kinds_of_annealing():
 
 def test_the_published_network_has_as_many_parameters():
   config = shape.get_config()
-  config.model.update({'latents': 16, 'pool': 'chain', 'slots': False})
+  config.model.update({'latents': 16, 'pool': 'chain', 'slots': False, 'absolute': False})
   net = model.make(config)
   params = jax.eval_shape(net.init, jax.random.key(0), *model.forms(config))['params']
   assert sum(x.size for x in jax.tree.leaves(params)) == 12_583_936

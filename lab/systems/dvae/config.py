@@ -24,7 +24,7 @@ def get_config() -> ConfigDict:
   })
   _network(config)
   config.optim.stacked = 'blocks/'
-  config.optim.decay_not = r'(tokens|queries\d*|codebook|slots|scale)$'
+  config.optim.decay_not = r'(tokens|places|queries\d*|codebook|slots|scale)$'
   config.quantizer = ConfigDict({
       'kind': 'reinmax',         # none, gumbel, st_gumbel, reinmax, vq_ema or fsq
       'tau': {'start': 1.0, 'end': 0.0625, 'steps': 150_000, 'kind': 'cosine', 'delay': 0},   # gumbel's and st_gumbel's
@@ -71,6 +71,7 @@ def _network(config) -> None:
       'codes': 512,              # C, there are so many; of fsq the product of its levels
       'pool': 'perceiver',       # from tokens to latents and back: learnt queries through blocks; or chain, of halves
       'pool_layers': 2,          # perceiver: blocks
+      'absolute': True,          # a learnt vector for each row and column, added to the encoder's tokens
       'slots': True,             # a learnt vector for each place of a code
       'deviation': 0.02,         # of weights at the start; about 1 / sqrt(width) suits narrow networks
       'dropout': 0.0,

@@ -40,6 +40,8 @@ class DVAE(nn.Module):
     m, dtype = self.model, jnp.dtype(self.shape.dtype)
     start = nn.initializers.normal(m.deviation)
     self.tokens = self.param('tokens', start, (canvas.VOCABULARY, m.width), jnp.float32)
+    if m.absolute:
+      self.places = self.param('places', start, (2, self.side + 1, m.width), jnp.float32)
     self.encoder, self.decoder = Transformer(self.shape), Transformer(self.shape)
     size = canvas.length(self.side, self.layout)
     self.pool, self.unpool = (_pool(m, self.shape, a, b) for a, b in ((size, m.latents), (m.latents, size)))
@@ -56,7 +58,10 @@ class DVAE(nn.Module):
 
   def encode(self, ids, places, train: bool = False):
     """ids i32[B, S], places i32[B, S, 2] -> f32[B, N, .]: logits of codes, channels of fsq, or else latents."""
-    x = self.encoder(jnp.take(self.tokens, ids, 0), positions=places, train=train)
+    x = jnp.take(self.tokens, ids, 0)
+    if self.model.absolute:      # rotations tell where tokens are to each other; the pool has to find them by their place
+      x = x + jnp.take(self.places[0], places[..., 0], 0) + jnp.take(self.places[1], places[..., 1], 0)
+    x = self.encoder(x, positions=places, train=train)
     x = self.pool(x, train).astype(jnp.float32)
     return self.head(x) if self.kind in CODEBOOK + ('fsq',) else x
 

@@ -206,7 +206,7 @@ def test_every_large_array_has_a_rule(variant, kind):
   if kind == 'vq_ema':
     config.update_from_flattened_dict({'quantizer.kind': kind, **WITHOUT})
   else:
-    config.update_from_flattened_dict({'loss.mi': .1, 'loss.mixture': 'running'})
+    config.update_from_flattened_dict({'quantizer.kind': kind, 'loss.mi': .1, 'loss.mixture': 'running'})
   config.model.codes, built = 8192, task.make_task(config)
   params, stats = jax.eval_shape(built.init, jax.random.key(0), None)
   tx = optim.make(config.optim, 10)

@@ -59,7 +59,7 @@ class DVAE(nn.Module):
   def encode(self, ids, places, train: bool = False):
     """ids i32[B, S], places i32[B, S, 2] -> f32[B, N, .]: logits of codes, channels of fsq, or else latents."""
     x = jnp.take(self.tokens, ids, 0)
-    if self.model.absolute:      # rotations tell where tokens are to each other; the pool has to find them by their place
+    if self.model.absolute:      # rotations tell how tokens lie to each other; the pool has to find them by their place
       x = x + jnp.take(self.places[0], places[..., 0], 0) + jnp.take(self.places[1], places[..., 1], 0)
     x = self.encoder(x, positions=places, train=train)
     x = self.pool(x, train).astype(jnp.float32)

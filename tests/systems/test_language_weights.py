@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from lab import graft, optim
 from lab.checkpoint import CheckpointError, Checkpoints
 from lab.sharding import paths
-from lab.systems.language import config as shape, hugging_face, model, weights
+from lab.systems.language import config as shape, model, weights
 from lab.systems.language.hugging_face import Body, WeightsError, from_hf, to_hf
 from lab.task import ConfigError, TrainState
 from tests.fixtures import transformers_models as fixture

@@ -157,7 +157,7 @@ def _dense(c, features, name):
   return nn.Dense(features, use_bias=False, dtype=c.dtype, kernel_init=nn.initializers.normal(c.deviation), name=name)
 
 
-def forms(config) -> Any:
+def forms(config) -> tuple[jax.Array, jax.Array]:
   """Tokens and places of no grid, for the parameters' sake: i32[1, S], i32[1, S, 2]."""
   size = canvas.length(config.data.side, config.data.layout)
-  return jax.numpy.zeros((1, size), jnp.int32), jnp.zeros((1, size, 2), jnp.int32)
+  return jnp.zeros((1, size), jnp.int32), jnp.zeros((1, size, 2), jnp.int32)

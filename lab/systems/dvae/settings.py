@@ -3,14 +3,14 @@
 import math
 
 from lab.config import choice, flatten
-from lab.systems.dvae import anneal, config as shape, model
+from lab.systems.dvae import anneal, config as shape, model, objectives
 from lab.task import ConfigError
 
 KINDS = ('none', 'gumbel', 'st_gumbel', 'reinmax', 'vq_ema', 'fsq')
 TEMPERED = ('gumbel', 'st_gumbel')
 PARTS = ('mi', 'tc', 'dwkl')
 CHOICES = {
-    'quantizer.kind': KINDS, 'loss.mixture': ('batch', 'mws', 'mss', 'running'),
+    'quantizer.kind': KINDS, 'loss.mixture': (*objectives.MIXTURES, 'running'),
     'data.layout': ('projected', 'sequence'), 'model.pool': ('perceiver', 'chain'),
     'model.attention': ('auto', 'plain', 'flash'), 'model.dtype': ('float32', 'bfloat16'),
     'predict.verb': ('rebuild', 'decode', 'interpolate'), 'quantizer.tau.kind': anneal.KINDS,

@@ -8,7 +8,6 @@ import logging
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from data_pipelines import clip_inputs, clips, moving_mnist
 from jax.sharding import PartitionSpec as P
 

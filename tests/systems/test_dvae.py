@@ -200,9 +200,11 @@ def test_the_codebook_of_vq_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize('variant', ['', *dvae.VARIANTS])
-@pytest.mark.parametrize('kind', ['reinmax', 'vq_ema'])
-def test_every_large_array_has_a_rule(variant, kind):
+@pytest.mark.parametrize('kind, pool', [('reinmax', ''), ('vq_ema', ''), ('reinmax', 'lattice')])
+def test_every_large_array_has_a_rule(variant, kind, pool):
   config = dvae.get_config(variant)
+  if pool and variant != 'chain':
+    config.model.update({'pool': pool, 'pool_layers': 2})
   if kind == 'vq_ema':
     config.update_from_flattened_dict({'quantizer.kind': kind, **WITHOUT})
   else:
@@ -253,7 +255,8 @@ def test_padding_alone_rebuilds_nothing():
     ({'model.heads': 3}, 'model.width'), ({'quantizer.reinmax_tau': .5}, 'quantizer.reinmax_tau'),
     ({'data.layout': 'sequence', 'augment.translate': .1}, 'augment.translate'),
     ({'quantizer.tau.kind': 'sine'}, 'quantizer.tau.kind'), ({'loss.mixture': 'mws'}, 'loss.mixture'),
-    ({'mask.most.end': 2.0}, 'mask.most.end'),
+    ({'mask.most.end': 2.0}, 'mask.most.end'), ({'model.pool': 'lattice', 'data.layout': 'sequence'}, 'model.pool'),
+    ({'model.pool': 'lattice', 'model.latents': 17}, 'model.latents'),
     ({'quantizer.kind': 'none', **WITHOUT, 'predict.verb': 'decode'}, 'predict.verb')])
 def test_settings_that_cannot_run_are_named(values, said):
   with pytest.raises(ConfigError, match=said.replace('.', r'\.')):

@@ -49,6 +49,14 @@ def raster(side: int, layout: str) -> jax.Array:
   return jnp.stack(jnp.divmod(jnp.arange(length(side, layout)), side + (layout == 'sequence')), -1).astype(jnp.int32)
 
 
+def extents(tokens: jax.Array) -> jax.Array:
+  """Tokens i32[B, S], projected -> i32[B, 2]: rows and columns up to the last that has a cell inside of the grid."""
+  side = math.isqrt(tokens.shape[1])
+  inside = tokens.reshape(-1, side, side) != PAD
+  last = jnp.arange(1, side + 1)[None]
+  return jnp.stack([(inside.any(axis) * last).max(1) for axis in (2, 1)], -1).astype(jnp.int32)
+
+
 def grid_of(tokens: np.ndarray, layout: str) -> np.ndarray:
   """Tokens [S] -> the cells that they show, u8[h, w]; the inverse of `tokens` for what it gives.
 

@@ -69,9 +69,11 @@ def _network(config) -> None:
       'layers': 4,               # of the encoder, and of the decoder
       'latents': 64,             # N, codes of a grid
       'codes': 512,              # C, there are so many; of fsq the product of its levels
-      'pool': 'perceiver',       # from tokens to latents and back: learnt queries through blocks; or chain, of halves
+      # from tokens to latents and back: perceiver, learnt queries through blocks; lattice, each has its share of the
+      # grid; chain, halves after halves
+      'pool': 'perceiver',
       'pool_layers': 2,          # perceiver: blocks
-      'absolute': True,          # a learnt vector for each row and column, added to the encoder's tokens
+      'absolute': True,          # a learnt vector for each row and column, added to what the encoder starts from
       'slots': True,             # a learnt vector for each place of a code
       'deviation': 0.02,         # of weights at the start; about 1 / sqrt(width) suits narrow networks
       'dropout': 0.0,

@@ -1,6 +1,6 @@
-"""Encoder and decoder of a discrete VAE: a Transformer over tokens, a pool down to N latents, and both backwards.
+"""Encoder and decoder of a discrete VAE, without what lies between, the choice of codes: that is in bottleneck.py.
 
-What lies between, the choice of codes, is in bottleneck.py. Shapes: B grids, S tokens, N latents, D width, C codes.
+Shapes: B grids, S tokens, N latents, D width, C codes, V words of the vocabulary.
 """
 
 from typing import Any
@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from ml_collections import FrozenConfigDict
 
-from lab.nn import attention
-from lab.nn.transformer import MLP, Shape, Transformer
+from lab.nn.transformer import Shape
 from lab.systems.dvae import canvas
+from lab.systems.dvae.lattice import Lattice
+from lab.systems.dvae.pools import Pooled
 
 CODEBOOK = ('gumbel', 'st_gumbel', 'reinmax')     # kinds of quantizers with logits over a codebook that is learnt
 
@@ -37,32 +38,24 @@ class DVAE(nn.Module):
   layout: str
 
   def setup(self):
-    m, dtype = self.model, jnp.dtype(self.shape.dtype)
-    start = nn.initializers.normal(m.deviation)
-    self.tokens = self.param('tokens', start, (canvas.VOCABULARY, m.width), jnp.float32)
-    if m.absolute:
-      self.places = self.param('places', start, (2, self.side + 1, m.width), jnp.float32)
-    self.encoder, self.decoder = Transformer(self.shape), Transformer(self.shape)
-    size = canvas.length(self.side, self.layout)
-    self.pool, self.unpool = (_pool(m, self.shape, a, b) for a, b in ((size, m.latents), (m.latents, size)))
+    m = self.model
+    if m.pool == 'lattice':
+      self.body = Lattice(self.shape, m, self.side)
+    else:
+      self.body = Pooled(self.shape, m, self.side, self.layout)
     if m.slots:
       # as large as the words of a codebook: otherwise the decoder can't tell one latent from another for a long time
       self.slots = self.param('slots', nn.initializers.normal(1.0), (m.latents, m.width), jnp.float32)
     if self.kind in CODEBOOK:
-      self.head = nn.Dense(m.codes, kernel_init=start, dtype=jnp.float32)
+      self.head = nn.Dense(m.codes, kernel_init=nn.initializers.normal(m.deviation), dtype=jnp.float32)
       self.codebook = self.param('codebook', nn.initializers.normal(1.0), (m.codes, m.width), jnp.float32)
     elif self.kind == 'fsq':
       self.head = nn.Dense(self.channels, kernel_init=nn.initializers.lecun_normal(), dtype=jnp.float32)
       self.expand = nn.Dense(m.width, kernel_init=nn.initializers.lecun_normal(), dtype=jnp.float32)
-    self.readout = nn.Dense(canvas.VOCABULARY, use_bias=False, kernel_init=start, dtype=dtype)
 
   def encode(self, ids, places, train: bool = False):
     """ids i32[B, S], places i32[B, S, 2] -> f32[B, N, .]: logits of codes, channels of fsq, or else latents."""
-    x = jnp.take(self.tokens, ids, 0)
-    if self.model.absolute:      # rotations tell how tokens lie to each other; the pool has to find them by their place
-      x = x + jnp.take(self.places[0], places[..., 0], 0) + jnp.take(self.places[1], places[..., 1], 0)
-    x = self.encoder(x, positions=places, train=train)
-    x = self.pool(x, train).astype(jnp.float32)
+    x = self.body.look(ids, places, train).astype(jnp.float32)
     return self.head(x) if self.kind in CODEBOOK + ('fsq',) else x
 
   def words(self, choice):
@@ -71,90 +64,18 @@ class DVAE(nn.Module):
       return self.expand(choice)
     return jnp.einsum('bnc,cd->bnd', choice, self.codebook)
 
-  def decode(self, words, train: bool = False):
-    """Words f32[B, N, D] -> logits f32[B, S, V]."""
-    if self.model.slots:
-      words = words + self.slots[None]
-    x = self.unpool(words, train)
-    places = jnp.broadcast_to(canvas.raster(self.side, self.layout)[None], (*x.shape[:2], 2))
-    return self.readout(self.decoder(x, positions=places, train=train)).astype(jnp.float32)
+  def decode(self, words, extents=None, train: bool = False):
+    """Words f32[B, N, D] -> logits f32[B, S, V].
+
+    extents i32[B, 2]: rows and columns of the grid (canvas.extents), which training tells a lattice; None: it goes by
+    those that it reads from the words.
+    """
+    return self.body.draw(words + self.slots[None] if self.model.slots else words, extents, train)
 
   def __call__(self, ids, places):
     """All of it, for the parameters' sake."""
     found = self.encode(ids, places)
     return self.decode(self.words(found) if self.kind in CODEBOOK + ('fsq',) else found)
-
-
-def _pool(m, shape, before, behind):
-  return (Chain if m.pool == 'chain' else Perceiver)(shape, before, behind, m.pool_layers)
-
-
-class Perceiver(nn.Module):
-  """Learnt queries [m, D] that look at a context [B, n, D] through blocks of cross-attention and an MLP: [B, m, D].
-
-  Jaegle et al. 2021, arXiv 2103.03206.
-  """
-  shape: Shape
-  before: int
-  behind: int
-  layers: int
-
-  @nn.compact
-  def __call__(self, context, train: bool = False):
-    c = self.shape
-    queries = self.param('queries', nn.initializers.normal(c.deviation), (self.behind, c.width), jnp.float32)
-    x = jnp.broadcast_to(queries[None], (len(context), *queries.shape))
-    context = _norm(c, 'context_norm')(context)
-    drop = nn.Dropout(c.dropout, deterministic=not train)
-    for i in range(self.layers):
-      x = x + drop(Cross(c, name=f'cross{i}')(_norm(c, f'norm{i}a')(x), context)).astype(jnp.float32)
-      x = x + drop(MLP(c, name=f'mlp{i}')(_norm(c, f'norm{i}b')(x))).astype(jnp.float32)
-    return _norm(c, 'norm')(x)
-
-
-class Cross(nn.Module):
-  """Attention of x [B, m, D] to a context [B, n, D], H heads: [B, m, D]."""
-  shape: Shape
-
-  @nn.compact
-  def __call__(self, x, context):
-    c = self.shape
-    heads = lambda y, n: y.reshape(*y.shape[:2], c.heads, n, c.width // c.heads)
-    q = heads(_dense(c, c.width, 'query')(x), 1)[:, :, :, 0]
-    kv = heads(_dense(c, 2 * c.width, 'key_value')(context), 2)
-    y = attention.attend(q, kv[:, :, :, 0], kv[:, :, :, 1], implementation=c.attention)
-    return _dense(c, c.width, 'out')(y.reshape(x.shape))
-
-
-class Chain(nn.Module):
-  """n -> m tokens by halving, or doubling, their number: a single head of attention a stage, and nothing else.
-
-  The form before there were blocks; it trains badly, for no stage can leave its input as it is.
-  """
-  shape: Shape
-  before: int
-  behind: int
-  layers: int
-
-  @nn.compact
-  def __call__(self, x, train: bool = False):
-    del train
-    c, number = self.shape, self.before
-    one = c._replace(heads=1)
-    for i in range(64):
-      number = min(number * 2, self.behind) if self.behind > self.before else max(-(-number // 2), self.behind)
-      queries = self.param(f'queries{i}', nn.initializers.normal(c.deviation), (number, c.width), jnp.float32)
-      x = Cross(one, name=f'stage{i}')(jnp.broadcast_to(queries[None], (len(x), *queries.shape)), x)
-      if number == self.behind:
-        return x.astype(jnp.float32)
-
-
-def _norm(c, name):
-  return nn.RMSNorm(epsilon=c.eps, dtype=c.dtype, name=name)
-
-
-def _dense(c, features, name):
-  return nn.Dense(features, use_bias=False, dtype=c.dtype, kernel_init=nn.initializers.normal(c.deviation), name=name)
 
 
 def forms(config) -> tuple[jax.Array, jax.Array]:

@@ -3,7 +3,7 @@
 import math
 
 from lab.config import choice, flatten
-from lab.systems.dvae import anneal, config as shape, model, objectives
+from lab.systems.dvae import anneal, config as shape, lattice, model, objectives
 from lab.task import ConfigError
 
 KINDS = ('none', 'gumbel', 'st_gumbel', 'reinmax', 'vq_ema', 'fsq')
@@ -11,7 +11,7 @@ TEMPERED = ('gumbel', 'st_gumbel')
 PARTS = ('mi', 'tc', 'dwkl')
 CHOICES = {
     'quantizer.kind': KINDS, 'loss.mixture': (*objectives.MIXTURES, 'running'),
-    'data.layout': ('projected', 'sequence'), 'model.pool': ('perceiver', 'chain'),
+    'data.layout': ('projected', 'sequence'), 'model.pool': ('lattice', 'perceiver', 'chain'),
     'model.attention': ('auto', 'plain', 'flash'), 'model.dtype': ('float32', 'bfloat16'),
     'predict.verb': ('rebuild', 'decode', 'interpolate'), 'quantizer.tau.kind': anneal.KINDS,
     'loss.beta.kind': anneal.KINDS, 'mask.most.kind': anneal.KINDS,
@@ -82,6 +82,14 @@ def _together(config) -> None:
   if o.mixture == 'running' and o.tc:
     raise ConfigError(f'config.loss.tc = {o.tc}: with mixture = running the three parts cancel and it is always 0; '
                       'expected mixture = batch, mws or mss')
+  if config.model.pool == 'lattice':
+    rows, columns = lattice.sides(config.model.latents)
+    if config.data.layout != 'projected':
+      raise ConfigError(f"config.model.pool = 'lattice': a lattice lies on the layout projected, which "
+                        f'data.layout = {config.data.layout} is not; expected perceiver or chain')
+    if rows > config.data.side:
+      raise ConfigError(f'config.model.latents = {config.model.latents}: a lattice of {rows} x {columns} places; '
+                        f'expected no more than data.side = {config.data.side} a side')
   if config.data.layout == 'sequence' and config.augment.translate:
     raise ConfigError(f'config.augment.translate = {config.augment.translate}: the layout sequence has no room around '
                       'a grid; expected 0')

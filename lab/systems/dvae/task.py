@@ -38,7 +38,8 @@ def make_task(config) -> Task:
     start, renew = jax.random.split(key)
     stats = bottleneck.begun(config, stats, found, batch['mask'], start)
     passage = bottleneck.sampled(net, config, params, stats, found, number, step)
-    logits = net.apply({'params': params}, passage.words, True, method='decode', rngs=drop)
+    told = canvas.extents(ids) if config.model.pool == 'lattice' else None
+    logits = net.apply({'params': params}, passage.words, told, True, method='decode', rngs=drop)
     stats, marginal = bottleneck.kept(config, stats, passage, batch['mask'], renew)
     terms, sums = judge(config, logits, ids, batch['mask'])
     more, raw = regular(config, passage, marginal, batch['mask'], lambda: source('train').size, step)
@@ -146,10 +147,15 @@ def rules(config):
   found = [
       (r'blocks/(attention/qkv|mlp/up)/kernel$', P(None, 'fsdp', 'tensor'), 'heads and hidden units are independent'),
       (r'blocks/(attention/out|mlp/down)/kernel$', P(None, 'tensor', 'fsdp'), 'takes what the tensor axis holds apart'),
-      (r'(pool|unpool)/.*/(query|key_value)/kernel$', P('fsdp', 'tensor'), 'heads are independent'),
-      (r'(pool|unpool)/.*/out/kernel$', P('tensor', 'fsdp'), 'takes what the tensor axis holds apart'),
-      (r'(pool|unpool)/queries\d*$', P(('fsdp', 'tensor')), 'queries are independent'),
   ]
+  if config.model.pool == 'lattice':
+    found.append((r'body/readout/kernel$', P(None, ('fsdp', 'tensor')), 'tokens are independent'))
+  else:
+    found += [
+        (r'(pool|unpool)/.*/(query|key_value)/kernel$', P('fsdp', 'tensor'), 'heads are independent'),
+        (r'(pool|unpool)/.*/out/kernel$', P('tensor', 'fsdp'), 'takes what the tensor axis holds apart'),
+        (r'(pool|unpool)/queries\d*$', P(('fsdp', 'tensor')), 'queries are independent'),
+    ]
   if config.model.pool == 'perceiver':
     found += [(r'(pool|unpool)/mlp\d+/up/kernel$', P('fsdp', 'tensor'), 'hidden units are independent'),
               (r'(pool|unpool)/mlp\d+/down/kernel$', P('tensor', 'fsdp'), 'takes what the tensor axis holds apart')]

@@ -1,0 +1,120 @@
+"""The lattice of a dVAE: every cell has one place, sizes are read from the codes, and what is learnt of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from configs import dvae
+from lab import optim
+from lab.systems.dvae import canvas, lattice, model, task
+from tests.systems.test_dvae import batch, on_canvas
+
+
+def small(**values):
+  config = dvae.get_config('smoke')
+  config.model.update({'pool': 'lattice', 'pool_layers': 2})
+  config.update_from_flattened_dict(values)
+  return config
+
+
+@pytest.mark.parametrize('latents, wanted', [(16, (4, 4)), (64, (8, 8)), (128, (16, 8)), (256, (16, 16)), (17, (17, 1)),
+                                             (1, (1, 1)), (6, (3, 2))])
+def test_a_lattice_is_as_square_as_it_can_be(latents, wanted):
+  assert lattice.sides(latents) == wanted
+
+
+@pytest.mark.parametrize('places, side', [(16, 32), (8, 32), (32, 32), (5, 7), (1, 6), (7, 4), (13, 30)])
+def test_every_cell_has_one_place_and_places_share_evenly(places, side):
+  extent = jnp.arange(side + 1)
+  cells, (place, number) = lattice.shares(extent, places, side), lattice.owners(extent, places, side)
+  cells, place, number = map(np.asarray, (cells, place, number))
+  for size in range(side + 1):
+    assert cells[size][cells[size] >= 0].tolist() == list(range(size))
+    assert [cells[size, place[size, i], number[size, i]] for i in range(size)] == list(range(size))
+    held = (cells[size] >= 0).sum(1)
+    assert held.max() - held[:size].min(initial=held.max()) <= 1          # of those that have a cell at all
+
+
+def test_extents_go_to_the_last_cell_inside():
+  sizes = [(1, 1), (2, 3), (5, 5), (4, 1)]
+  made = [canvas.tokens(*on_canvas(np.full(size, 3, np.uint8), 5), 'projected')[0] for size in sizes]
+  ids = jnp.concatenate([*made, jnp.full((1, 25), canvas.PAD), jnp.full((1, 25), canvas.PAD).at[0, 13].set(7)])
+  assert canvas.extents(ids).tolist() == [*map(list, sizes), [0, 0], [3, 4]]
+
+
+def test_a_cell_is_outside_by_the_chance_that_the_grid_ends_before_it():
+  config = small()
+  net, (ids, places) = model.make(config), model.forms(config)
+  params = net.init(jax.random.key(0), ids, places)['params']
+  words = jax.random.normal(jax.random.key(1), (3, 8, 32))
+  # all that is read is the bias: sizes of known chances
+  chances = np.random.default_rng(0).dirichlet(np.ones(5), 2)
+  params['body']['extent'] = {'kernel': jnp.zeros_like(params['body']['extent']['kernel']),
+                              'bias': jnp.log(jnp.array(chances, jnp.float32)).ravel()}
+  logits = net.apply({'params': params}, words, method='decode')
+  p = np.exp(np.asarray(logits, np.float64)).reshape(3, 4, 4, -1)
+  np.testing.assert_allclose(p.sum(-1), 1, rtol=1e-5)
+  beyond = np.cumsum(chances[:, ::-1], 1)[:, ::-1][:, 1:]                 # P(more than r rows), P(more than c columns)
+  outside = 1 - beyond[0][:, None] * beyond[1][None]
+  assert (p[..., canvas.PAD] > outside[None]).all() and (p[..., :canvas.PAD].sum(-1) < 1 - outside[None]).all()
+  read = jnp.broadcast_to(jnp.array(chances.argmax(1), jnp.int32)[None], (3, 2))
+  np.testing.assert_array_equal(net.apply({'params': params}, words, read, method='decode'), logits)
+  assert (net.apply({'params': params}, words, read * 0 + 4, method='decode') != logits).any()
+
+
+def test_what_the_encoder_sees_of_a_cell_is_in_one_place():
+  config = small(**{'model.latents': 4})
+  net, (_, places) = model.make(config), model.forms(config)
+  grid = np.arange(9, dtype=np.uint8).reshape(3, 3)
+  ids, _ = canvas.tokens(*on_canvas(grid, 4), 'projected')
+  params = net.init(jax.random.key(0), ids, places)['params']
+  blocks = params['body']['encoder']['blocks']                            # without layers, places keep to themselves
+  for part, name in (('attention', 'out'), ('mlp', 'down')):
+    blocks[part][name]['kernel'] = jnp.zeros_like(blocks[part][name]['kernel'])
+  run = jax.jit(lambda ids: net.apply({'params': params}, ids, places, method=lambda m, *a: m.body.look(*a)))
+  before = run(ids)
+  for row in range(3):
+    for column in range(3):
+      changed = np.argwhere(np.any(run(ids.at[0, row * 4 + column].set(9)) != before, -1)[0]).ravel().tolist()
+      assert changed == [2 * (row // 2) + column // 2]                    # of 3 cells, 2 and 1
+
+
+@pytest.mark.parametrize('values', [{}, {'augment.translate': 0.5}, {'mask.most.start': .5, 'mask.most.end': .5}])
+def test_every_parameter_learns(values):
+  config = small(**values)
+  built, rows = task.make_task(config), batch()
+  params, stats = jax.jit(built.init)(jax.random.key(0), None)
+  arrays = {k: v for k, v in rows.items() if k not in ('pair', 'is_input')}
+
+  @jax.jit
+  def gradient(params):
+    def total(params):
+      terms, _ = built.loss(params, stats, arrays, jax.random.key(1), jnp.int32(1))
+      return sum(t / w for t, w in terms.values())
+    return jax.grad(total)(params)
+  for path, g in jax.tree.leaves_with_path(gradient(params)):
+    assert np.isfinite(g).all() and np.abs(g).max() > 0, path
+
+
+def test_sizes_are_read_from_codes_and_grids_learnt_by_heart():
+  config = dvae.get_config('rectangles')
+  config.model.update({'pool': 'lattice', 'pool_layers': 2})
+  config.quantizer.kind, config.total_steps = 'vq_ema', 300
+  config.loss.update({'kl': 0.0, 'usage': 0.0})
+  config.loss.beta.steps, config.optim.learning_rate = 10_000, 3e-3
+  built, tx, rows = task.make_task(config), optim.make(config.optim, 300), batch(16)
+  arrays = {k: jnp.array(v) for k, v in rows.items() if k not in ('pair', 'is_input')}
+
+  def step(carry, i):
+    params, stats, opt = carry
+
+    def total(params):
+      terms, (new, _) = built.loss(params, stats, arrays, jax.random.key(1), i)
+      return sum(t / w for t, w in terms.values()), new
+    (loss, stats), grads = jax.value_and_grad(total, has_aux=True)(params)
+    params, opt, _, _ = tx.update(loss, grads, opt, params, i)
+    return (params, stats, opt), loss
+  params, stats = jax.jit(built.init)(jax.random.key(0), None)
+  (params, stats, _), _ = jax.jit(lambda c: jax.lax.scan(step, c, jnp.arange(300)))((params, stats, tx.init(params)))
+  right, grids = jax.jit(built.measure)(params, stats, arrays)['exact_grids']
+  assert right / grids >= .9

@@ -35,13 +35,11 @@ def get_config(variant: str = '') -> ConfigDict:
   config.input.update({'batch_size': 32, 'eval_batch_size': 256})
   config.model.update({'dtype': 'float32', 'deviation': 0.18})
   if not variant:
-    config.data.side = 6
-    config.model.update({'width': 64, 'heads': 4, 'layers': 1, 'pool_layers': 1, 'latents': 16, 'codes': 64,
-                         'deviation': 0.125})
-    config.quantizer.kind = 'vq_ema'
-    config.loss.update({'kl': 0.0, 'usage': 0.0})
+    config.data.side = 10
+    config.model.update({'width': 64, 'heads': 4, 'layers': 2, 'latents': 25, 'codes': 64, 'deviation': 0.125})
+    _lattice(config)
     config.total_steps, config.optim.warmup_steps = 3000, 100
-    config.log_steps, config.eval_steps, config.checkpoint.steps = 50, 500, 500
+    config.log_steps, config.eval_steps, config.checkpoint.steps = 50, 1000, 1000
     return config
   config.data.update({'dir': 'rectangles', 'side': 4})
   config.augment.on = False
@@ -60,12 +58,24 @@ def get_config(variant: str = '') -> ConfigDict:
   return config
 
 
+def _lattice(config):
+  config.model.pool = 'lattice'
+  config.quantizer.update({'kind': 'vq_ema', 'least': 0.1})
+  # outside of the grid nothing is left to learn
+  config.loss.update({'kl': 0.0, 'usage': 0.0, 'pad_weight': 0.0, 'commitment': 1.0})
+
+
 def _accelerator(config, variant):
   config.input.update({'batch_size': 64, 'eval_batch_size': 256})
   config.total_steps, config.optim.warmup_steps = 20_000, 500
   config.optim.update({'name': 'adamw', 'learning_rate': 5e-4, 'end_rate': 5e-6, 'decay': 1e-4, 'ema': 0.999})
   config.log_steps, config.eval_steps, config.checkpoint.steps = 100, 2000, 2000
-  config.model.latents = 128
+  if variant == 'full':
+    config.total_steps, config.optim.warmup_steps = 30_000, 300
+    config.optim.update({'learning_rate': 1e-3, 'end_rate': 1e-5, 'beta2': 0.99, 'decay': 1e-2})
+    config.log_steps, config.eval_steps, config.checkpoint.steps = 500, 10_000, 10_000
+    config.model.update({'latents': 120, 'deviation': 0.04})
+    _lattice(config)
   if variant == 'chain':
     config.model.update({'latents': 16, 'pool': 'chain', 'slots': False, 'absolute': False})
   if variant == 'dalle':

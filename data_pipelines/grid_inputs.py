@@ -14,29 +14,31 @@ _Named = tuple[str, dict[str, np.ndarray]]
 
 
 def grids(source: str, output: str, stop: Callable[[], bool], side: int, verb: str,
-          codes: tuple[int, int]) -> Iterator[dict[str, Any] | DataError]:
+          codes: tuple[int, int], header: bool = False) -> Iterator[dict[str, Any] | DataError]:
   """Batches of one item each, of fixed shapes; an item that can't be used comes as the DataError that says why.
 
   Args:
     source: a file, or a folder of files and its folders: .json or .jsonl, plain or .gz; or a JSON text.
       rebuild: ARC tasks (see arc_raw.py), of which all grids are taken; or a grid, a list of rows.
-      decode: a list of codes, or several of them; each may also be an object that has it as "codes".
+      decode: a list of codes, or several of them; each may also be an object that has it as "codes", and with a header
+        must be, with "size", [height, width], and "colours", those of the grid by how many cells have them.
       interpolate: a list of two grids; or a task, of which the first pair is taken.
     output: folder in which the results are drawn.
     stop: asked before each item.
     side: of the canvas.
     verb: rebuild, decode or interpolate.
     codes: how many an item has, N, and how many there are to choose from.
+    header: whether codes come with size and colours.
 
   Yields:
     mask f32[1], and for the host name [str] and write(picture), which puts u8[H, W, 3] at output/NAME.png. rebuild:
     grid u8[1, side, side], 255 outside, and size i32[1, 2]. interpolate: also other and other_size. decode: codes
-    i32[1, N].
+    i32[1, N], with a header extents i32[1, 2] and colours i32[1, 10], all ten.
 
   Raises:
     DataError: nothing is there.
   """
-  read = {'rebuild': lambda: _rebuilt(source, side), 'decode': lambda: _decoded(source, *codes),
+  read = {'rebuild': lambda: _rebuilt(source, side), 'decode': lambda: _decoded(source, *codes, side if header else 0),
           'interpolate': lambda: _between(source, side)}
   taken = set()
   for item in read[verb]():
@@ -115,7 +117,7 @@ def _canvas(grid: np.ndarray, side: int, where: str) -> dict[str, np.ndarray]:
   return {'grid': canvas, 'size': np.array([grid.shape], np.int32)}
 
 
-def _decoded(source: str, length: int, count: int) -> Iterator[_Named | DataError]:
+def _decoded(source: str, length: int, count: int, side: int) -> Iterator[_Named | DataError]:
   for file, where, line, value in _values(source):
     if isinstance(value, DataError):
       yield value
@@ -123,7 +125,8 @@ def _decoded(source: str, length: int, count: int) -> Iterator[_Named | DataErro
     several = isinstance(value, list) and bool(value) and all(isinstance(v, (list, dict)) for v in value)
     for number, found in enumerate(value if several else [value], 1):
       label, place = _label(file, line) + f'#{number}' * several, where + f', list {number}' * several
-      yield _tried(lambda: (label, {'codes': _codes(found, length, count, place)}))
+      yield _tried(lambda: (label, {'codes': _codes(found, length, count, place)}
+                            | (_header(found, side, place) if side else {})))
 
 
 def _codes(found: Any, length: int, count: int, where: str) -> np.ndarray:
@@ -136,6 +139,20 @@ def _codes(found: Any, length: int, count: int, where: str) -> np.ndarray:
     if type(code) is not int or not 0 <= code < count:       # True is an int to Python
       raise DataError(f'{where}, code {place}: {str(code)[:40]!r} is no code; expected an integer of 0 to {count - 1}')
   return np.array([found], np.int32)
+
+
+def _header(found: Any, side: int, where: str) -> dict[str, np.ndarray]:
+  if not isinstance(found, dict) or not {'size', 'colours'} <= found.keys():
+    raise DataError(f'{where}: no "size" and "colours" beside the codes; expected them as in the predictions of '
+                    'rebuild')
+  size, colours = found['size'], found['colours']
+  if not isinstance(size, list) or len(size) != 2 or not all(type(n) is int and 1 <= n <= side for n in size):
+    raise DataError(f'{where}: size {str(size)[:40]}; expected [height, width], each 1 to {side}')
+  if not isinstance(colours, list) or not all(type(c) is int and 0 <= c < arc_raw.COLOURS for c in colours) or (
+      len(set(colours)) < len(colours)):
+    raise DataError(f'{where}: colours {str(colours)[:40]}; expected different integers of 0 to {arc_raw.COLOURS - 1}')
+  others = [c for c in range(arc_raw.COLOURS) if c not in colours]
+  return {'extents': np.array([size], np.int32), 'colours': np.array([colours + others], np.int32)}
 
 
 def _between(source: str, side: int) -> Iterator[_Named | DataError]:

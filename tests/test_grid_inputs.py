@@ -11,8 +11,8 @@ from data_pipelines import DataError, grid_inputs, images
 from tests.test_arc_raw import A, B, C, OTHER, TASK, save
 
 
-def stream(source, output='out', side=3, verb='rebuild', codes=(2, 8), stop=lambda: False):
-  return list(grid_inputs.grids(str(source), str(output), stop, side, verb, codes))
+def stream(source, output='out', side=3, verb='rebuild', codes=(2, 8), stop=lambda: False, **more):
+  return list(grid_inputs.grids(str(source), str(output), stop, side, verb, codes, **more))
 
 
 def on_canvas(grid, side=3):
@@ -60,6 +60,20 @@ def test_a_grid_may_be_typed():
   assert 'no JSON' in str(stream('[[1, 2')[0])
   with pytest.raises(DataError, match='--input=none.json: no such file or folder; expected .json, .jsonl'):
     stream('none.json')
+
+
+def test_codes_of_a_lattice_come_with_size_and_colours():
+  text = json.dumps([{'codes': [1, 2], 'size': [3, 1], 'colours': [7, 0]}])
+  found, = stream(text, verb='decode', header=True)
+  assert found['codes'].tolist() == [[1, 2]] and found['extents'].tolist() == [[3, 1]]
+  assert found['colours'].tolist() == [[7, 0, 1, 2, 3, 4, 5, 6, 8, 9]]
+  for wrong, said in (({'size': [4, 1]}, 'each 1 to 3'), ({'size': [1]}, 'each 1 to 3'), ({'size': [True, 1]}, '1 to 3'),
+                      ({'colours': [1, 1]}, 'different integers'), ({'colours': [10]}, 'of 0 to 9'),
+                      ({'colours': 3}, 'different integers')):
+    error, = stream(json.dumps({'codes': [1, 2], 'size': [3, 1], 'colours': [7, 0], **wrong}), verb='decode', header=True)
+    assert isinstance(error, DataError) and said in str(error)
+  error, = stream('[1, 2]', verb='decode', header=True)
+  assert 'no "size" and "colours"' in str(error)
 
 
 def test_codes_are_decoded(tmp_path):

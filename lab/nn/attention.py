@@ -142,8 +142,8 @@ def _obstacle(q, k, segments, mask, dropout) -> str:
     return 'it takes neither dropout nor a mask'
   if q.shape[-1] > MAX_HEAD or q.shape[-1] % 8:
     return f'heads of {q.shape[-1]} features; expected a multiple of 8 up to {MAX_HEAD}'
-  if segments is not None and (q.shape[1] % 2 or k.shape[1] % 2):
-    return f'{q.shape[1]} queries and {k.shape[1]} keys in segments; expected even numbers'
+  if q.shape[1] % 2 or k.shape[1] % 2:
+    return f'{q.shape[1]} queries and {k.shape[1]} keys; expected even numbers'
   return ''
 
 

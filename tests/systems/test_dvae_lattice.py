@@ -1,4 +1,4 @@
-"""The lattice of a dVAE: every cell has one place, sizes are read from the codes, and what is learnt of it."""
+"""The lattice of a dVAE: every cell has one place, a header tells sizes and colours, and the rest is learnt."""
 
 import jax
 import jax.numpy as jnp
@@ -42,36 +42,69 @@ def test_extents_go_to_the_last_cell_inside():
   assert canvas.extents(ids).tolist() == [*map(list, sizes), [0, 0], [3, 4]]
 
 
-def test_a_cell_is_outside_by_the_chance_that_the_grid_ends_before_it():
-  config = small()
+def test_the_header_of_a_grid():
+  cells = np.array([[7, 7, 2], [7, 2, 0]], np.uint8)
+  ids, _ = canvas.tokens(*on_canvas(cells, 5), 'projected')
+  head = lattice.header(ids)
+  assert head.extents.tolist() == [[2, 3]] and head.colours.tolist() == [[7, 2, 0, 1, 3, 4, 5, 6, 8, 9]]
+  assert lattice.header_bits(32) == pytest.approx(10 + 21.79, abs=0.01)
+  hidden = ids.at[0, 0].set(canvas.MASK)
+  assert lattice.header(hidden).colours.tolist() == [[2, 7, 0, 1, 3, 4, 5, 6, 8, 9]]       # of two, the lower one
+
+
+def test_between_two_headers():
+  one = lattice.Header(jnp.array([[2, 3]]), jnp.arange(10)[None])
+  other = lattice.Header(jnp.array([[6, 3]]), jnp.arange(10)[None, ::-1])
+  sizes = [lattice.between(one, other, jnp.float32(s)) for s in (0, .25, .5, 1)]
+  assert [h.extents[0].tolist() for h in sizes] == [[2, 3], [3, 3], [4, 3], [6, 3]]
+  assert [int(h.colours[0, 0]) for h in sizes] == [0, 0, 9, 9]
+
+
+def network(**values):
+  config = small(**values)
   net, (ids, places) = model.make(config), model.forms(config)
-  params = net.init(jax.random.key(0), ids, places)['params']
-  words = jax.random.normal(jax.random.key(1), (3, 8, 32))
-  # all that is read is the bias: sizes of known chances
-  chances = np.random.default_rng(0).dirichlet(np.ones(5), 2)
-  params['body']['extent'] = {'kernel': jnp.zeros_like(params['body']['extent']['kernel']),
-                              'bias': jnp.log(jnp.array(chances, jnp.float32)).ravel()}
-  logits = net.apply({'params': params}, words, method='decode')
-  p = np.exp(np.asarray(logits, np.float64)).reshape(3, 4, 4, -1)
-  np.testing.assert_allclose(p.sum(-1), 1, rtol=1e-5)
-  beyond = np.cumsum(chances[:, ::-1], 1)[:, ::-1][:, 1:]                 # P(more than r rows), P(more than c columns)
-  outside = 1 - beyond[0][:, None] * beyond[1][None]
-  assert (p[..., canvas.PAD] > outside[None]).all() and (p[..., :canvas.PAD].sum(-1) < 1 - outside[None]).all()
-  read = jnp.broadcast_to(jnp.array(chances.argmax(1), jnp.int32)[None], (3, 2))
-  np.testing.assert_array_equal(net.apply({'params': params}, words, read, method='decode'), logits)
-  assert (net.apply({'params': params}, words, read * 0 + 4, method='decode') != logits).any()
+  return net, jax.jit(net.init)(jax.random.key(0), ids, places)['params'], places
+
+
+def test_a_permutation_of_colours_changes_nothing_but_the_header():
+  net, params, places = network()
+  cells = np.array([[0, 0, 1], [0, 2, 1], [0, 2, 0], [0, 1, 1]], np.uint8)          # no two equally often
+  table = np.array([4, 0, 9, 8, 1, 2, 3, 5, 6, 7], np.uint8)
+  (ids, _), (other, _) = (canvas.tokens(*on_canvas(x, 4), 'projected') for x in (cells, table[cells]))
+
+  @jax.jit
+  def run(ids):
+    head = lattice.header(ids)
+    found = net.apply({'params': params}, ids, places, head, method='encode')
+    return found, net.apply({'params': params}, net.apply({'params': params}, jax.nn.softmax(found), method='words'), head,
+                            method='decode')
+  (found, logits), (again, renamed) = run(ids), run(other)
+  np.testing.assert_array_equal(found, again)
+  there = list(np.unique(cells))                  # what the grid has not, no cell can name
+  np.testing.assert_array_equal(logits[..., there], renamed[..., table[there]])
+  np.testing.assert_array_equal(logits[..., 10:], renamed[..., 10:])
+
+
+def test_outside_of_the_extents_all_is_padding():
+  net, params, _ = network()
+  head = lattice.Header(jnp.array([[2, 3], [4, 1]]), jnp.broadcast_to(jnp.arange(10)[None], (2, 10)))
+  logits = net.apply({'params': params}, jax.random.normal(jax.random.key(1), (2, 8, 32)), head, method='decode')
+  p = np.asarray(jax.nn.softmax(logits)).reshape(2, 4, 4, -1)
+  for i, (h, w) in enumerate(np.asarray(head.extents)):
+    inside = np.zeros((4, 4), bool)
+    inside[:h, :w] = True
+    assert (p[i][~inside][:, canvas.PAD] == 1).all() and (p[i][inside][:, canvas.PAD] < .5).all()
 
 
 def test_what_the_encoder_sees_of_a_cell_is_in_one_place():
-  config = small(**{'model.latents': 4})
-  net, (_, places) = model.make(config), model.forms(config)
-  grid = np.arange(9, dtype=np.uint8).reshape(3, 3)
+  net, params, places = network(**{'model.latents': 4})
+  grid = np.zeros((3, 3), np.uint8)
   ids, _ = canvas.tokens(*on_canvas(grid, 4), 'projected')
-  params = net.init(jax.random.key(0), ids, places)['params']
+  head = lattice.header(ids)
   blocks = params['body']['encoder']['blocks']                            # without layers, places keep to themselves
   for part, name in (('attention', 'out'), ('mlp', 'down')):
     blocks[part][name]['kernel'] = jnp.zeros_like(blocks[part][name]['kernel'])
-  run = jax.jit(lambda ids: net.apply({'params': params}, ids, places, method=lambda m, *a: m.body.look(*a)))
+  run = jax.jit(lambda ids: net.apply({'params': params}, ids, places, head, method=lambda m, *a: m.body.look(*a)))
   before = run(ids)
   for row in range(3):
     for column in range(3):
@@ -79,7 +112,7 @@ def test_what_the_encoder_sees_of_a_cell_is_in_one_place():
       assert changed == [2 * (row // 2) + column // 2]                    # of 3 cells, 2 and 1
 
 
-@pytest.mark.parametrize('values', [{}, {'augment.translate': 0.5}, {'mask.most.start': .5, 'mask.most.end': .5}])
+@pytest.mark.parametrize('values', [{}, {'augment.translate': 0.5, 'mask.most.start': .5, 'mask.most.end': .5}])
 def test_every_parameter_learns(values):
   config = small(**values)
   built, rows = task.make_task(config), batch()
@@ -96,7 +129,7 @@ def test_every_parameter_learns(values):
     assert np.isfinite(g).all() and np.abs(g).max() > 0, path
 
 
-def test_sizes_are_read_from_codes_and_grids_learnt_by_heart():
+def test_sixteen_grids_are_learnt_by_heart():
   config = dvae.get_config('rectangles')
   config.model.update({'pool': 'lattice', 'pool_layers': 2})
   config.quantizer.kind, config.total_steps = 'vq_ema', 300

@@ -1,15 +1,16 @@
 """Encoder and decoder in which each latent has its own share of the grid: no pool has to be learnt.
 
 N latents stand on a lattice of a x b places, as square as N allows. Along an axis a grid of no more cells than places
-puts one cell on a place; a larger one is shared out evenly. Which cells a place has hangs on the grid's height and
-width, so the decoder first reads these from the codes, and from what it reads comes the chance that a cell lies
-outside. Training tells it the true ones for where cells lie, but not for that chance: reading them is learnt.
+puts one cell on a place; a larger one is shared out evenly. What the network sees of a cell is the rank of its colour,
+0 for the one that the grid has most of. So a grid's code is its N codes and a header: height, width, and which colour
+has which rank, 2 log2 M + log2 10! bits. A permutation of the colours changes nothing but the header.
 
 Shapes: B grids on a canvas of M x M cells, S = M^2 tokens, P cells at most on a place, D width, V words of the
 vocabulary.
 """
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -18,7 +19,30 @@ import jax.numpy as jnp
 from lab.nn.transformer import Shape, Transformer
 from lab.systems.dvae import canvas
 
-CERTAIN = -1e-6      # ln of the largest chance that a cell is inside: that of outside must have a logarithm
+NEVER = -1e4      # logit of what is no PAD outside of the grid
+
+
+class Header(NamedTuple):
+  """What the codes of grids don't tell."""
+  extents: jax.Array     # i32[B, 2], rows and columns
+  colours: jax.Array     # i32[B, 10], the colour of each rank: all ten, in the end those that the grid has not
+
+
+def header(ids: jax.Array) -> Header:
+  """Of tokens i32[B, S], projected. Of colours that a grid has equally often the lower one comes first."""
+  counts = jax.nn.one_hot(ids, canvas.COLOURS, dtype=jnp.int32).sum(1)
+  return Header(canvas.extents(ids), jnp.argsort(-counts, axis=1, stable=True).astype(jnp.int32))
+
+
+def header_bits(side: int) -> float:
+  """Its length on a canvas of side x side cells."""
+  return 2 * math.log2(side) + math.log2(math.factorial(canvas.COLOURS))
+
+
+def between(start: Header, end: Header, share: jax.Array) -> Header:
+  """A header on the way, share 0 to 1: sizes change evenly, colours in the middle."""
+  size = start.extents * (1 - share) + end.extents * share
+  return Header(jnp.round(size).astype(jnp.int32), jnp.where(share < 0.5, start.colours, end.colours))
 
 
 def sides(latents: int) -> tuple[int, int]:
@@ -54,60 +78,58 @@ class Lattice(nn.Module):
   side: int            # of the canvas
 
   def setup(self):
-    m, (rows, columns) = self.model, sides(self.model.latents)
+    m = self.model
     start = nn.initializers.normal(m.deviation)
-    self.axes = (rows, columns)
-    self.cells = -(-self.side // rows), -(-self.side // columns)
+    self.axes = sides(m.latents)
+    self.cells = tuple(-(-self.side // n) for n in self.axes)
     held = self.cells[0] * self.cells[1]
     self.tokens = self.param('tokens', start, (held, canvas.VOCABULARY, m.width), jnp.float32)
     if m.absolute:
       self.places = self.param('places', start, (2, max(self.axes), m.width), jnp.float32)
     self.extents = self.param('extents', start, (2, self.side + 1, m.width), jnp.float32)
     self.encoder, self.decoder = Transformer(self.shape), Transformer(self.shape)
-    self.reader = Transformer(self.shape._replace(layers=1))
-    self.extent = nn.Dense(2 * (self.side + 1), kernel_init=start, dtype=jnp.float32)
     self.readout = nn.Dense(held * canvas.VOCABULARY, use_bias=False, kernel_init=start, dtype=self.shape.dtype)
 
-  def look(self, ids, places, train: bool = False):
+  def look(self, ids, places, head: Header, train: bool = False):
     """ids i32[B, S] -> [B, N, D]; places are the canvas's own."""
     del places
     batch, (rows, columns) = len(ids), self.axes
-    extents = canvas.extents(ids)
-    i, j = (shares(extents[:, axis], self.axes[axis], self.side) for axis in (0, 1))
+    i, j = (shares(head.extents[:, axis], self.axes[axis], self.side) for axis in (0, 1))
     i, j = i[:, :, None, :, None], j[:, None, :, None]                                     # [B, rows, columns, P, P]
-    grid = ids.reshape(batch, self.side, self.side)
+    grid = _renamed(ids, jnp.argsort(head.colours, 1)).reshape(batch, self.side, self.side)
     held = jnp.where((i >= 0) & (j >= 0), grid[jnp.arange(batch).reshape(-1, 1, 1, 1, 1), i, j], canvas.PAD)
     held = held.reshape(batch, rows * columns, -1)
-    x = sum(jnp.take(self.tokens[n], held[..., n], 0) for n in range(held.shape[-1])) + self._told(extents)
+    x = sum(jnp.take(self.tokens[n], held[..., n], 0) for n in range(held.shape[-1])) + self._size(head)
     if self.model.absolute:
       x = x + (self.places[0, :rows, None] + self.places[1, None, :columns]).reshape(1, rows * columns, -1)
     return self.encoder(x, positions=self._where(batch), train=train)
 
-  def draw(self, x, extents=None, train: bool = False):
-    """f32[B, N, D] -> logits f32[B, S, V], normalised; extents i32[B, 2], None: as read."""
+  def draw(self, x, head: Header, train: bool = False):
+    """f32[B, N, D] -> logits f32[B, S, V]."""
     batch, side, (rows, columns) = len(x), self.side, self.axes
-    read = self.reader(x, positions=self._where(batch), train=train).astype(jnp.float32).mean(1)
-    read = self.extent(read).reshape(batch, 2, side + 1)
-    extents = read.argmax(-1) if extents is None else extents
-    x = self.decoder(x + self._told(extents), positions=self._where(batch), train=train)
+    x = self.decoder(x + self._size(head), positions=self._where(batch), train=train)
     logits = self.readout(x).astype(jnp.float32).reshape(batch, rows, columns, *self.cells, -1)
-    (i, m), (j, n) = (owners(extents[:, axis], self.axes[axis], side) for axis in (0, 1))
+    (i, m), (j, n) = (owners(head.extents[:, axis], self.axes[axis], side) for axis in (0, 1))
     i, m, j, n = i[:, :, None], m[:, :, None], j[:, None], n[:, None]                      # [B, M, M]
-    logits = logits[jnp.arange(batch).reshape(-1, 1, 1), i, j, m, n].reshape(batch, side * side, -1)
-    inside = _inside(read).reshape(batch, -1, 1)
-    logits = jax.nn.log_softmax(logits) + inside
-    outside = jnp.where(jnp.arange(canvas.VOCABULARY) == canvas.PAD, jnp.log(-jnp.expm1(inside)), -jnp.inf)
-    return jnp.logaddexp(logits, outside)
+    logits = logits[jnp.arange(batch).reshape(-1, 1, 1), i, j, m, n]
+    logits = jnp.take_along_axis(logits, _names(jnp.argsort(head.colours, 1))[:, None, None], -1)
+    row, column = (jnp.arange(side)[None] < head.extents[:, axis, None] for axis in (0, 1))
+    outside = jnp.where(jnp.arange(canvas.VOCABULARY) == canvas.PAD, 0.0, NEVER).reshape(1, 1, 1, -1)
+    return jnp.where((row[:, :, None] & column[:, None])[..., None], logits, outside).reshape(batch, side * side, -1)
 
-  def _told(self, extents):
-    return (jnp.take(self.extents[0], extents[:, 0], 0) + jnp.take(self.extents[1], extents[:, 1], 0))[:, None]
+  def _size(self, head):
+    return sum(jnp.take(self.extents[axis], head.extents[:, axis], 0) for axis in (0, 1))[:, None]
 
   def _where(self, batch):
     at = jnp.stack(jnp.divmod(jnp.arange(self.axes[0] * self.axes[1]), self.axes[1]), -1).astype(jnp.int32)
     return jnp.broadcast_to(at[None], (batch, *at.shape))
 
 
-def _inside(read):
-  """Logits of height and width f32[B, 2, M + 1] -> ln of the chance that a cell is inside, f32[B, M, M]."""
-  beyond = jax.lax.cumlogsumexp(jax.nn.log_softmax(read), 2, reverse=True)[..., 1:]        # ln P(more than r cells)
-  return jnp.minimum(beyond[:, 0, :, None] + beyond[:, 1, None], CERTAIN)
+def _names(colours):
+  """What each word of the vocabulary is called, where the ten colours have these names: i32[B, 10] -> i32[B, V]."""
+  others = jnp.arange(canvas.COLOURS, canvas.VOCABULARY, dtype=jnp.int32)[None]
+  return jnp.concatenate([colours.astype(jnp.int32), jnp.broadcast_to(others, (len(colours), others.shape[1]))], 1)
+
+
+def _renamed(ids, colours):
+  return jnp.take_along_axis(_names(colours), ids, 1)

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from ml_collections import FrozenConfigDict
 
 from lab.nn.transformer import Shape
-from lab.systems.dvae import canvas
-from lab.systems.dvae.lattice import Lattice
+from lab.systems.dvae import canvas, lattice
 from lab.systems.dvae.pools import Pooled
 
 CODEBOOK = ('gumbel', 'st_gumbel', 'reinmax')     # kinds of quantizers with logits over a codebook that is learnt
@@ -40,7 +39,7 @@ class DVAE(nn.Module):
   def setup(self):
     m = self.model
     if m.pool == 'lattice':
-      self.body = Lattice(self.shape, m, self.side)
+      self.body = lattice.Lattice(self.shape, m, self.side)
     else:
       self.body = Pooled(self.shape, m, self.side, self.layout)
     if m.slots:
@@ -53,9 +52,12 @@ class DVAE(nn.Module):
       self.head = nn.Dense(self.channels, kernel_init=nn.initializers.lecun_normal(), dtype=jnp.float32)
       self.expand = nn.Dense(m.width, kernel_init=nn.initializers.lecun_normal(), dtype=jnp.float32)
 
-  def encode(self, ids, places, train: bool = False):
-    """ids i32[B, S], places i32[B, S, 2] -> f32[B, N, .]: logits of codes, channels of fsq, or else latents."""
-    x = self.body.look(ids, places, train).astype(jnp.float32)
+  def encode(self, ids, places, head=None, train: bool = False):
+    """ids i32[B, S], places i32[B, S, 2] -> f32[B, N, .]: logits of codes, channels of fsq, or else latents.
+
+    head: a lattice's header of the grids (see `header`); None for a pool.
+    """
+    x = self.body.look(ids, places, head, train).astype(jnp.float32)
     return self.head(x) if self.kind in CODEBOOK + ('fsq',) else x
 
   def words(self, choice):
@@ -64,18 +66,20 @@ class DVAE(nn.Module):
       return self.expand(choice)
     return jnp.einsum('bnc,cd->bnd', choice, self.codebook)
 
-  def decode(self, words, extents=None, train: bool = False):
-    """Words f32[B, N, D] -> logits f32[B, S, V].
-
-    extents i32[B, 2]: rows and columns of the grid (canvas.extents), which training tells a lattice; None: it goes by
-    those that it reads from the words.
-    """
-    return self.body.draw(words + self.slots[None] if self.model.slots else words, extents, train)
+  def decode(self, words, head=None, train: bool = False):
+    """Words f32[B, N, D] and a lattice's header -> logits f32[B, S, V]."""
+    return self.body.draw(words + self.slots[None] if self.model.slots else words, head, train)
 
   def __call__(self, ids, places):
     """All of it, for the parameters' sake."""
-    found = self.encode(ids, places)
-    return self.decode(self.words(found) if self.kind in CODEBOOK + ('fsq',) else found)
+    head = header(self.model, ids)
+    found = self.encode(ids, places, head)
+    return self.decode(self.words(found) if self.kind in CODEBOOK + ('fsq',) else found, head)
+
+
+def header(section, ids) -> lattice.Header | None:
+  """What the network of a section config.model has to be told of tokens i32[B, S], beside their codes."""
+  return lattice.header(ids) if section.pool == 'lattice' else None
 
 
 def forms(config) -> tuple[jax.Array, jax.Array]:

@@ -16,7 +16,8 @@ AUGMENTATION_BITS = math.log2(math.factorial(10)) + 3
 SHUFFLE_SEED = 0
 
 
-def score(records: Iterable[Mapping], codes: int, factors: Sequence[str] = FACTORS) -> dict[str, float]:
+def score(records: Iterable[Mapping], codes: int, factors: Sequence[str] = FACTORS,
+          header_bits: float = 0.0) -> dict[str, float]:
   """The scores of an evaluation set; they do not depend on the order of the records.
 
   Args:
@@ -25,11 +26,12 @@ def score(records: Iterable[Mapping], codes: int, factors: Sequence[str] = FACTO
       factors.
     codes: C, size of the codebook.
     factors: names of whole numbers that a record states of its grid, for the mutual information gap.
+    header_bits: what a grid takes beside its codes.
 
   Returns, and leaves out what has no data (all but the first two lines without a quantizer):
     exact_grids, exact_inputs, exact_outputs: shares rebuilt without a fault.
     non_pad_accuracy, non_pad_accuracy_inputs, non_pad_accuracy_outputs: shares of the cells inside the grids.
-    bits: N log2 C, length of a code.
+    bits: N log2 C + header_bits, what a grid takes.
     code_usage, dead_codes: share of the C codes that some slot of some grid takes; number of the others.
     code_perplexity: exp of the entropy of codes, all slots together; /slot_00, ... of each slot by itself, and
       code_perplexity_per_slot, their mean.
@@ -49,7 +51,7 @@ def score(records: Iterable[Mapping], codes: int, factors: Sequence[str] = FACTO
   out = _rebuilt(records)
   taken = _table(records, codes)
   if len(taken):
-    out |= _use(taken, codes) | _difference(records, taken) | _parts(taken, codes) | _shared(taken, codes)
+    out |= _use(taken, codes, header_bits) | _difference(records, taken) | _parts(taken, codes) | _shared(taken, codes)
     if all('deflate_bits' in r for r in records):
       out |= capacity(out['bits'], np.array([r['deflate_bits'] for r in records]))
     out |= _gap(taken, {name: np.array([r[name] for r in records]) for name in factors})
@@ -80,11 +82,11 @@ def _table(records, codes) -> np.ndarray:
   return taken
 
 
-def _use(taken, codes) -> dict[str, float]:
+def _use(taken, codes, header_bits) -> dict[str, float]:
   slots = len(taken)
   dead = codes - len(np.unique(taken))
   perplexities = np.exp(_entropies(taken))
-  return {'bits': slots * math.log2(codes), 'code_usage': 1 - dead / codes, 'dead_codes': float(dead),
+  return {'bits': slots * math.log2(codes) + header_bits, 'code_usage': 1 - dead / codes, 'dead_codes': float(dead),
           'code_perplexity': float(np.exp(_entropies(taken.reshape(1, -1))[0])),
           'code_perplexity_per_slot': float(perplexities.mean()),
           **{f'code_perplexity/slot_{i:02d}': float(p) for i, p in enumerate(perplexities)}}

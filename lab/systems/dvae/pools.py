@@ -31,16 +31,17 @@ class Pooled(nn.Module):
     self.pool, self.unpool = (_pool(m, self.shape, a, b) for a, b in ((size, m.latents), (m.latents, size)))
     self.readout = nn.Dense(canvas.VOCABULARY, use_bias=False, kernel_init=start, dtype=self.shape.dtype)
 
-  def look(self, ids, places, train: bool = False):
-    """ids i32[B, S], places i32[B, S, 2] -> f32[B, N, D]."""
+  def look(self, ids, places, head=None, train: bool = False):
+    """ids i32[B, S], places i32[B, S, 2] -> f32[B, N, D]; there is no header."""
+    del head
     x = jnp.take(self.tokens, ids, 0)
     if self.model.absolute:      # rotations tell how tokens lie to each other; the pool has to find them by their place
       x = x + jnp.take(self.places[0], places[..., 0], 0) + jnp.take(self.places[1], places[..., 1], 0)
     return self.pool(self.encoder(x, positions=places, train=train), train)
 
-  def draw(self, x, extents=None, train: bool = False):
-    """f32[B, N, D] -> logits f32[B, S, V]; extents are not asked for."""
-    del extents
+  def draw(self, x, head=None, train: bool = False):
+    """f32[B, N, D] -> logits f32[B, S, V]."""
+    del head
     x = self.unpool(x, train)
     places = jnp.broadcast_to(canvas.raster(self.side, self.layout)[None], (*x.shape[:2], 2))
     return self.readout(self.decoder(x, positions=places, train=train)).astype(jnp.float32)

@@ -111,7 +111,7 @@ def vq_nearest(latents: jax.Array, codebook: jax.Array) -> jax.Array:
 
 
 def vq_start(key: jax.Array, latents: jax.Array, mask: jax.Array, codes: int, least: float = 1.0) -> VQState:
-  """A codebook by k-means: ten Lloyd iterations from distinct random latents, of real rows only.
+  """A codebook by k-means++: ten Lloyd iterations from latents that lie apart, of real rows only.
 
   With fewer latents than codes some codes are equal; all but the first of these go unused and are renewed by the first
   `vq_update`. Where nothing is real the state stays not started.
@@ -129,7 +129,7 @@ def vq_start(key: jax.Array, latents: jax.Array, mask: jax.Array, codes: int, le
     count, total = _assigned(points, real, vq_nearest(points, centres), codes)
     return _mean(count, total, centres)
 
-  centres = jax.lax.fori_loop(0, LLOYD_STEPS, lloyd, _draw(key, points, real, codes))
+  centres = jax.lax.fori_loop(0, LLOYD_STEPS, lloyd, _seeds(key, points, real, codes))
   count, _ = _assigned(points, real, vq_nearest(points, centres), codes)
   count = jnp.where(count > 0, jnp.maximum(count, RENEWED * least), 0)
   return VQState(centres, count, centres * count[:, None], real.any().astype(jnp.float32))
@@ -139,9 +139,10 @@ def vq_update(key: jax.Array, latents: jax.Array, codes: jax.Array, mask: jax.Ar
               decay: float = 0.99, least: float = 1.0) -> VQState:
   """Moves the codebook towards the latents that took its codes, and renews dead codes; no gradient.
 
-  A code whose moving count falls below `least` becomes a random latent of the batch. Its count and total begin anew
-  with it, for with the old ones the next step would undo this; at twice `least` it may stay unused for
-  log(2) / -log(decay) steps (68 at 0.99) until it is renewed again. Codes that die together take different latents
+  A code whose moving count falls below `least` becomes a latent of the batch, drawn by the square of its distance to
+  its word, as in k-means++ (Arthur and Vassilvitskii 2007), for most latents may be alike and well served. Its count
+  and total begin anew with it, for with the old ones the next step would undo this; at twice `least` it may stay unused
+  for log(2) / -log(decay) steps (68 at 0.99) until it is renewed again. Codes that die together take different latents
   where there are enough. A batch with nothing real changes nothing.
 
   Args:
@@ -157,7 +158,8 @@ def vq_update(key: jax.Array, latents: jax.Array, codes: jax.Array, mask: jax.Ar
   count, total = _assigned(points, real, codes.reshape(-1), len(state.count))
   count = decay * state.count + (1 - decay) * count
   total = decay * state.total + (1 - decay) * total
-  dead, fresh, begin = count < least, _draw(key, points, real, len(count)), RENEWED * least
+  missed = jnp.square(points - jnp.take(state.codebook, codes.reshape(-1), 0)).sum(-1)
+  dead, fresh, begin = count < least, _draw(key, points, real, len(count), missed), RENEWED * least
   column = dead[:, None]
   moved = VQState(jnp.where(column, fresh, _mean(count, total, state.codebook)), jnp.where(dead, begin, count),
                   jnp.where(column, begin * fresh, total), state.started)
@@ -201,9 +203,28 @@ def _mean(count, total, otherwise):
   return jnp.where(count > EMPTY, total / jnp.maximum(count, EMPTY), otherwise)
 
 
-def _draw(key, points, real, number):
-  """`number` random real points, f32[number, D], all different ones of the batch; repeated where there are too few."""
-  order = jnp.where(real, jax.random.uniform(key, real.shape), 2).argsort()      # real ones first, in random order
+def _seeds(key, points, real, number):
+  """f32[number, D]: real points, each drawn by the square of its distance to those before (k-means++)."""
+  keys = jax.random.split(key, number)
+
+  def one(i, carry):
+    centres, missed = carry
+    centre = _draw(keys[i], points, real, 1, missed)
+    missed = jnp.minimum(missed, jnp.square(points - centre).sum(-1))
+    return jax.lax.dynamic_update_slice_in_dim(centres, centre, i, 0), missed
+  start = jnp.zeros((number, points.shape[1]), jnp.float32), jnp.full(real.shape, jnp.finfo(jnp.float32).max)
+  return jax.lax.fori_loop(0, number, one, start)[0]
+
+
+def _draw(key, points, real, number, weight):
+  """`number` real points, f32[number, D], drawn by weight f32[M] without replacement; repeated where there are too few.
+
+  The largest ln weight + Gumbel noise are such a draw (Kool et al. 2019, arXiv 1903.06059, section 2.3).
+  """
+  least = jnp.finfo(jnp.float32).tiny
+  chance = jnp.log(jnp.maximum(weight, least)) + jax.random.gumbel(key, real.shape)
+  order = jnp.where(real, chance, -jnp.inf)
+  order = order.argmax()[None] if number == 1 else order.argsort(descending=True)
   return points[order[jnp.arange(number) % jnp.maximum(real.sum(), 1)]]
 
 

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from lab.systems.dvae import canvas, monitors, pictures
+from lab.systems.dvae import canvas, lattice, monitors, pictures
 
 
 def records(config, outputs, batch):
@@ -19,8 +19,15 @@ def records(config, outputs, batch):
     else:
       used = codes if 'tokens' in outputs else [int(c) for c in batch['codes'][i]]
       exact = {'exact': bool((outputs['cells'][i] == outputs['tokens'][i]).all())} if 'tokens' in outputs else {}
-      yield {'name': batch['name'][i], 'codes': used,
+      yield {'name': batch['name'][i], 'codes': used, **_header(outputs if 'tokens' in outputs else batch, i),
              'grid': canvas.grid_of(outputs['cells'][i], config.data.layout).tolist(), **exact}
+
+
+def _header(found, i):
+  """What a lattice's codes need beside them, as `decode` takes it."""
+  if 'extents' not in found:
+    return {}
+  return {'size': [int(n) for n in found['extents'][i]], 'colours': [int(c) for c in found['colours'][i]]}
 
 
 def _judged(outputs, batch, i, codes, layout):
@@ -37,7 +44,8 @@ def _judged(outputs, batch, i, codes, layout):
 
 def score(config, found):
   """Scores of the records of a whole split; see monitors.py."""
-  return monitors.score(found, config.model.codes)
+  header = lattice.header_bits(config.data.side) if config.model.pool == 'lattice' else 0.0
+  return monitors.score(found, config.model.codes, header_bits=header)
 
 
 def _drawn(tokens, layout):

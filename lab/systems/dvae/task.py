@@ -8,7 +8,7 @@ from data_pipelines import arc, grid_inputs
 from jax.sharding import PartitionSpec as P
 
 from lab.nn import losses
-from lab.systems.dvae import anneal, bottleneck, canvas, model, objectives, quantizers, settings, show
+from lab.systems.dvae import anneal, bottleneck, canvas, lattice, model, objectives, quantizers, settings, show
 from lab.systems.dvae.settings import PARTS, TEMPERED
 from lab.task import Task
 
@@ -25,21 +25,21 @@ def make_task(config) -> Task:
 
   def encode(params, grid, size):
     ids, places = canvas.tokens(grid, size, config.data.layout)
-    return ids, net.apply({'params': params}, ids, places, method='encode')
+    head = model.header(config.model, ids)
+    return ids, head, net.apply({'params': params}, ids, places, head, method='encode')
 
   def loss(params, stats, batch, key, step):
     grid, size, number = batch['grid'], batch['size'], batch['number']
     if config.augment.on:
       grid, size = canvas.augmented(grid, size, number, config.augment)
     ids, places = canvas.tokens(grid, size, config.data.layout)
-    most, drop = anneal.value(config.mask.most, step), {'dropout': key}
+    head, most, drop = model.header(config.model, ids), anneal.value(config.mask.most, step), {'dropout': key}
     seen = canvas.hidden(ids, number, most)
-    found = net.apply({'params': params}, seen, places, True, method='encode', rngs=drop)
+    found = net.apply({'params': params}, seen, places, head, True, method='encode', rngs=drop)
     start, renew = jax.random.split(key)
     stats = bottleneck.begun(config, stats, found, batch['mask'], start)
     passage = bottleneck.sampled(net, config, params, stats, found, number, step)
-    told = canvas.extents(ids) if config.model.pool == 'lattice' else None
-    logits = net.apply({'params': params}, passage.words, told, True, method='decode', rngs=drop)
+    logits = net.apply({'params': params}, passage.words, head, True, method='decode', rngs=drop)
     stats, marginal = bottleneck.kept(config, stats, passage, batch['mask'], renew)
     terms, sums = judge(config, logits, ids, batch['mask'])
     more, raw = regular(config, passage, marginal, batch['mask'], lambda: source('train').size, step)
@@ -48,9 +48,9 @@ def make_task(config) -> Task:
     return terms | more, (stats, sums)
 
   def measure(params, stats, batch):
-    ids, found = encode(params, batch['grid'], batch['size'])
+    ids, head, found = encode(params, batch['grid'], batch['size'])
     passage = bottleneck.hard(net, config, params, stats, found)
-    terms, sums = judge(config, net.apply({'params': params}, passage.words, method='decode'), ids, batch['mask'])
+    terms, sums = judge(config, net.apply({'params': params}, passage.words, head, method='decode'), ids, batch['mask'])
     if passage.log_q is not None:
       q = jnp.exp(passage.log_q)
       for name, each in (('kl_nats_per_latent', objectives.kl_uniform(passage.log_q) / config.model.latents),
@@ -64,24 +64,30 @@ def make_task(config) -> Task:
               score=functools.partial(show.score, config), picture=functools.partial(show.picture, config),
               inputs=lambda path, output, stop: grid_inputs.grids(
                   path, output, stop, side=config.data.side, verb=config.predict.verb,
-                  codes=(config.model.latents, config.model.codes)))
+                  codes=(config.model.latents, config.model.codes),
+                  header=config.model.pool == 'lattice'))
 
 
 def predict(config, net, encode, params, stats, batch, key):
   """What the grids of a batch become by their codes; or what codes show; or grids on the way to `other` ones."""
   del key
-  decode = lambda words: net.apply({'params': params}, words, method='decode').argmax(-1).astype(jnp.uint8)
+  decode = lambda words, head: net.apply({'params': params}, words, head, method='decode').argmax(-1).astype(jnp.uint8)
   if 'codes' in batch:
-    return {'cells': decode(bottleneck.of_codes(net, config, params, stats, batch['codes']))}
-  ids, found = encode(params, batch['grid'], batch['size'])
+    told = lattice.Header(batch['extents'], batch['colours']) if 'extents' in batch else None
+    return {'cells': decode(bottleneck.of_codes(net, config, params, stats, batch['codes']), told)}
+  ids, head, found = encode(params, batch['grid'], batch['size'])
   passage = bottleneck.hard(net, config, params, stats, found)
   codes = {} if passage.codes is None else {'codes': passage.codes}
   if 'other' not in batch:
-    return {**codes, 'cells': decode(passage.words), 'tokens': ids.astype(jnp.uint8)}
-  end = bottleneck.hard(net, config, params, stats, encode(params, batch['other'], batch['other_size'])[1])
-  share = jnp.linspace(0, 1, config.predict.steps)[None, :, None, None]
-  between = passage.words[:, None] * (1 - share) + end.words[:, None] * share
-  return {**codes, 'between': jax.vmap(decode, 1, 1)(between)}
+    told = {} if head is None else head._asdict()
+    return {**codes, **told, 'cells': decode(passage.words, head), 'tokens': ids.astype(jnp.uint8)}
+  _, other, found = encode(params, batch['other'], batch['other_size'])
+  end = bottleneck.hard(net, config, params, stats, found)
+
+  def between(share):
+    return decode(passage.words * (1 - share) + end.words * share,
+                  None if head is None else lattice.between(head, other, share))
+  return {**codes, 'between': jax.vmap(between, 0, 1)(jnp.linspace(0, 1, config.predict.steps))}
 
 
 def progress(config, step, weight):

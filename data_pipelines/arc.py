@@ -5,7 +5,8 @@ A record is one grid: `cells`, its colours, u8 bytes row by row; `height` and `w
 pair is of the task's "test". Records lie in the order of the files.
 
 No program is on both sides. A task of train is a leak where one of evaluation has its id; or has the same pairs, in
-whatever order; or has them up to one of the 8 symmetries of the square and a renaming of the colours.
+whatever order; or has them up to one of the 8 symmetries of the square and a renaming of the colours. So is whatever
+else train has under the id of a leak.
 """
 
 import collections
@@ -80,19 +81,12 @@ def _write(builder_class, out_dir, splits, facts, options, report, shards) -> st
 def _survey(of: Mapping[str, Sequence[arc_raw.File]], side: int, leaks: str,
             invariant: bool) -> tuple[dict[str, dict], list[Leak], set[int]]:
   """The facts of each split, the leaks, and the places of train's tasks that are left out, in the order of reading."""
-  by_id, by_signature, found, dropped = {}, collections.defaultdict(list), [], set()
-  evaluation = list(arc_raw.read(of['evaluation']))
-  for task in evaluation:
-    by_id.setdefault(_program(task), task)
-    by_signature[_signature(task)].append(task)
+  evaluation, found, dropped, known = list(arc_raw.read(of['evaluation'])), [], set(), set()
+  leaked = _leaked(of['train'], evaluation, invariant)
 
   def kept():
     for i, task in enumerate(arc_raw.read(of['train'])):
-      same = [(by_id[_program(task)], 'id')] if _program(task) in by_id else []
-      for other in by_signature.get(_signature(task), ()):
-        if _program(other) != _program(task):
-          kind = likeness(task, other, invariant)
-          same += [(other, kind)] * bool(kind)
+      same = leaked[i]
       if same and leaks == 'refuse':
         other, kind = same[0]
         raise DataError(f'{task.where} of train and {other.where} of evaluation are one program (by {kind}); delete '
@@ -103,13 +97,32 @@ def _survey(of: Mapping[str, Sequence[arc_raw.File]], side: int, leaks: str,
       else:
         known.update((g.shape, g.tobytes()) for pair in task.pairs for _, g in _fitting(pair, side))
         yield task
-  known = set()
   counts = {'train': _count(kept(), side), 'evaluation': _count(evaluation, side)}
   grids = [g for task in evaluation for pair in task.pairs for _, g in _fitting(pair, side)]
   alike = {canonical(np.frombuffer(cells, np.uint8).reshape(shape)) for shape, cells in known}
   counts['evaluation'] |= {'in_train': sum((g.shape, g.tobytes()) in known for g in grids),
                            'alike_in_train': sum(canonical(g) in alike for g in grids)}
   return {k: v for k, v in counts.items() if of[k]}, found, dropped
+
+
+def _leaked(train: Sequence[arc_raw.File], evaluation: Sequence[arc_raw.Task],
+            invariant: bool) -> list[list[tuple[arc_raw.Task, str]]]:
+  """Of each task of train, in the order of reading, the tasks of evaluation that it is, and what tells."""
+  by_id, by_signature, programs, out = {}, collections.defaultdict(list), [], []
+  for task in evaluation:
+    by_id.setdefault(_program(task), task)
+    by_signature[_signature(task)].append(task)
+  for task in arc_raw.read(train):
+    same = [(by_id[_program(task)], 'id')] if _program(task) in by_id else []
+    for other in by_signature.get(_signature(task), ()):
+      if _program(other) != _program(task):
+        kind = likeness(task, other, invariant)
+        same += [(other, kind)] * bool(kind)
+    programs.append(_program(task))
+    out.append(same)
+  # other pairs of the same program, such as those of a generator, come under its id
+  which = {program: same[0][0] for program, same in zip(programs, out) if same}
+  return [same or ([(which[program], 'id')] if program in which else []) for program, same in zip(programs, out)]
 
 
 def _count(tasks: Iterable[arc_raw.Task], side: int) -> dict[str, int]:

@@ -78,6 +78,14 @@ def test_leaks_may_be_kept_or_refused(tmp_path, capsys):
   assert make(capsys, raw, tmp_path / 'out3', '--leaks=refuse')[1]['leaks'] == []
 
 
+def test_what_else_has_the_id_of_a_leak_is_one(tmp_path, capsys):
+  raw = save(tmp_path / 'raw', {'evaluation/v.json': SECRET, 'training/same.json': LEAKING['training/same.json'],
+                                'training/generated.json': {'same': OTHER, 'fresh': TASK}})
+  code, report = make(capsys, raw, tmp_path / 'out')
+  assert code == 0 and told(report) == [('same', 'v', 'id'), ('same', 'v', 'content')]
+  assert {r['task'] for r in records(str(tmp_path / 'out' / arc.NAME / arc.VERSION), 'train')} == {'fresh'}
+
+
 def test_a_line_is_no_id(tmp_path, capsys):
   """The first task of two files need not be the same program; a task that is all that train has must stay."""
   raw = save(tmp_path / 'raw', {'train/x.jsonl': [TASK], 'valid/x.jsonl': [OTHER]})

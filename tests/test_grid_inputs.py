@@ -67,10 +67,11 @@ def test_codes_of_a_lattice_come_with_size_and_colours():
   found, = stream(text, verb='decode', header=True)
   assert found['codes'].tolist() == [[1, 2]] and found['extents'].tolist() == [[3, 1]]
   assert found['colours'].tolist() == [[7, 0, 1, 2, 3, 4, 5, 6, 8, 9]]
-  for wrong, said in (({'size': [4, 1]}, 'each 1 to 3'), ({'size': [1]}, 'each 1 to 3'), ({'size': [True, 1]}, '1 to 3'),
-                      ({'colours': [1, 1]}, 'different integers'), ({'colours': [10]}, 'of 0 to 9'),
+  for wrong, said in (({'size': [4, 1]}, 'each 1 to 3'), ({'size': [1]}, 'each 1 to 3'),
+                      ({'size': [True, 1]}, 'each 1 to 3'), ({'colours': [1, 1]}, 'different integers'), ({'colours': [10]}, 'of 0 to 9'),
                       ({'colours': 3}, 'different integers')):
-    error, = stream(json.dumps({'codes': [1, 2], 'size': [3, 1], 'colours': [7, 0], **wrong}), verb='decode', header=True)
+    text = json.dumps({'codes': [1, 2], 'size': [3, 1], 'colours': [7, 0], **wrong})
+    error, = stream(text, verb='decode', header=True)
     assert isinstance(error, DataError) and said in str(error)
   error, = stream('[1, 2]', verb='decode', header=True)
   assert 'no "size" and "colours"' in str(error)

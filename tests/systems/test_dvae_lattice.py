@@ -76,8 +76,8 @@ def test_a_permutation_of_colours_changes_nothing_but_the_header():
   def run(ids):
     head = lattice.header(ids)
     found = net.apply({'params': params}, ids, places, head, method='encode')
-    return found, net.apply({'params': params}, net.apply({'params': params}, jax.nn.softmax(found), method='words'), head,
-                            method='decode')
+    words = net.apply({'params': params}, jax.nn.softmax(found), method='words')
+    return found, net.apply({'params': params}, words, head, method='decode')
   (found, logits), (again, renamed) = run(ids), run(other)
   np.testing.assert_array_equal(found, again)
   there = list(np.unique(cells))                  # what the grid has not, no cell can name

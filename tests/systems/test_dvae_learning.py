@@ -46,6 +46,6 @@ def test_sixteen_grids_are_learnt_by_heart(kind, steps, least):
   assert right / grids >= least
 
 
-@pytest.mark.parametrize('name', ['dvae_table', 'dvae_frontier'])
+@pytest.mark.parametrize('name', ['dvae_table', 'dvae_quantizers', 'dvae_frontier'])
 def test_sweeps_can_run(name, tmp_path):
   sweep.check(points.read(os.path.join(ROOT, 'configs', f'{name}.toml'), str(tmp_path)))

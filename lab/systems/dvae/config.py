@@ -32,7 +32,7 @@ def get_config() -> ConfigDict:
       'hard_from': -1,           # gumbel: update from which it is st_gumbel; -1: never
       'levels': (8, 8, 8),       # fsq: of its channels; their product is the number of codes
       'decay': 0.99,             # vq_ema: of the averages
-      'least': 1.0,              # vq_ema: a code that is used less often, on average, starts anew
+      'least': 0.1,              # vq_ema: a code that is used less often, on average, starts anew
   })
   config.loss = ConfigDict({
       'pad_weight': 0.1,         # of a token outside of the grid, beside 1

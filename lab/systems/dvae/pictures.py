@@ -35,14 +35,16 @@ def _draw_grid(cells, size_px, wrong):
   return _draw(_PALETTE[cells], size_px, hatched, wrong)
 
 
-def codes(code: np.ndarray, count: int, size_px: int) -> np.ndarray:
-  """A code i32[N] as a near-square map of tiles, row by row: u8[size_px, size_px, 3]; tiles left over are empty.
+def codes(code: np.ndarray, count: int, size_px: int, columns: int = 0) -> np.ndarray:
+  """A code i32[N] as a map of tiles, row by row: u8[size_px, size_px, 3]; tiles left over are empty.
+
+  columns: of the map; 0: as many as make it nearly square.
 
   Each of `count` codes has a colour of its own, neighbours in number far apart in hue: equal codes look equal, while of
   hundreds some look alike. ValueError for codes outside 0..count-1 or a size_px too small for the tiles.
   """
   code = np.asarray(code)
-  columns = max(1, math.ceil(math.sqrt(len(code))))
+  columns = columns or max(1, math.ceil(math.sqrt(len(code))))
   rows = max(1, math.ceil(len(code) / columns))
   tiles = np.full((rows * columns, 3), OUTSIDE, np.uint8)
   for i, number in enumerate(code.tolist()):
@@ -64,7 +66,7 @@ def _code_colour(number, count):
 
 
 def panel(truth: np.ndarray, code: np.ndarray | None, rebuilt: np.ndarray, count: int = 0,
-          height_px: int = 240) -> np.ndarray:
+          height_px: int = 240, columns: int = 0) -> np.ndarray:
   """A grid, the map of its code and what became of it, side by side: u8[H, W, 3].
 
   Args:
@@ -73,6 +75,7 @@ def panel(truth: np.ndarray, code: np.ndarray | None, rebuilt: np.ndarray, count
     code: i32[N], or None where the model has no quantizer: then there is no map.
     count: C, size of the codebook; only read where there is a code.
     height_px: H, made smaller where W would pass 1,200 px.
+    columns: of the map of codes; 0: as many as make it nearly square.
 
   Cells of the reconstruction that differ from the truth have a white and a red outline. ValueError as in `grid` and
   `codes`.
@@ -81,7 +84,7 @@ def panel(truth: np.ndarray, code: np.ndarray | None, rebuilt: np.ndarray, count
   truth, rebuilt = _same_frame([truth, rebuilt])
   parts = [grid(truth, height_px), _draw_grid(rebuilt, height_px, truth != rebuilt)]
   if code is not None:
-    parts.insert(1, codes(code, count, height_px))
+    parts.insert(1, codes(code, count, height_px, columns))
   return _mosaic(parts, len(parts))
 
 

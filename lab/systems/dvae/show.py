@@ -56,7 +56,8 @@ def _drawn(tokens, layout):
 
 def picture(config, outputs, batch):
   """name -> u8[H, W, 3]: grid, codes and rebuilt grid side by side; or the grids from one to another."""
-  layout, found = config.data.layout, {}
+  layout, found, m = config.data.layout, {}, config.model
+  columns = lattice.sides(m.latents)[1] if m.pool == 'lattice' else 0
   for i in range(len(batch['mask'])):
     if 'between' in outputs:
       found[f'{i:06d}'] = pictures.strip([canvas.grid_of(x, layout) for x in outputs['between'][i]])
@@ -64,5 +65,5 @@ def picture(config, outputs, batch):
     codes = outputs['codes'][i] if 'codes' in outputs else batch['codes'][i] if 'codes' in batch else None
     rebuilt = _drawn(outputs['cells'][i], layout)
     truth = _drawn(outputs['tokens'][i], layout) if 'tokens' in outputs else rebuilt
-    found[f'{i:06d}'] = pictures.panel(truth, codes, rebuilt, count=config.model.codes)
+    found[f'{i:06d}'] = pictures.panel(truth, codes, rebuilt, count=m.codes, columns=columns)
   return found

@@ -68,7 +68,8 @@ def test_codes_of_a_lattice_come_with_size_and_colours():
   assert found['codes'].tolist() == [[1, 2]] and found['extents'].tolist() == [[3, 1]]
   assert found['colours'].tolist() == [[7, 0, 1, 2, 3, 4, 5, 6, 8, 9]]
   for wrong, said in (({'size': [4, 1]}, 'each 1 to 3'), ({'size': [1]}, 'each 1 to 3'),
-                      ({'size': [True, 1]}, 'each 1 to 3'), ({'colours': [1, 1]}, 'different integers'), ({'colours': [10]}, 'of 0 to 9'),
+                      ({'size': [True, 1]}, 'each 1 to 3'), ({'colours': [1, 1]}, 'different integers'),
+                      ({'colours': [10]}, 'of 0 to 9'),
                       ({'colours': 3}, 'different integers')):
     text = json.dumps({'codes': [1, 2], 'size': [3, 1], 'colours': [7, 0], **wrong})
     error, = stream(text, verb='decode', header=True)

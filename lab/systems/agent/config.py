@@ -1,0 +1,42 @@
+"""The shape of a text tree's configuration: every key, its default and its unit. Recipes in configs/ override these."""
+
+from ml_collections import ConfigDict
+
+from lab import config as core
+
+
+def get_config() -> ConfigDict:
+  """Words, sentences and paragraphs of made-up documents, each as one vector."""
+  config = core.core()
+  config.task = 'lab.systems.agent.task'
+  config.data = ConfigDict({
+      'dir': 'templates',        # folder of prepared trees; 'templates': made up; 'sample': a book of the lab's own
+      'train': 'train',          # split trained on
+      'eval': 'validation',      # split evaluated
+      # one number a level, words first; as the data were prepared:
+      'rows': (160, 32, 12),     # of a pack, U_l
+      'lengths': (12, 12, 4),    # units of a row with its terminator, L_l
+  })
+  config.model = ConfigDict({
+      'widths': (32, 64, 128, 192),  # of bytes, and of the vectors of each level
+      'heads': 4,
+      'layers': 1,               # of each level's encoder, and of its decoder
+      'hidden': 2,               # width inside MLPs, in widths of the level
+      'decompressor': 'slots',   # from a vector to its units: slots, all at once; or lstm, one after the other
+      'compressor': 'attention', # from units to their vector: attention; or max
+      'checker': 2,              # width inside the checker of coherence, in widths of the vector
+      'dropout': 0.0,
+      'remat': False,            # recompute a layer in the backward pass instead of keeping what it computed
+      'dtype': 'float32',        # of products: bfloat16 or float32; parameters, norms, softmax and losses are float32
+  })
+  config.loss = ConfigDict({     # weights; a level's losses are means over its nodes
+      'reconstruct': 1.0,        # cross-entropy of units, and of terminators threefold
+      'length': 0.3,             # cross-entropy of the number of units
+      'difference': 0.05,        # of decoded vectors to those that they stand for
+      'masked': 0.1,             # cross-entropy of a hidden unit
+      'coherence': 0.1,          # squared error of the share of replaced units
+      'path': 1.0,               # factor of reconstruct and length for nodes decoded from above; 0: none are
+      'unify': 4.4,              # nats that the cross-entropy of V classes is scaled to, times 1 / ln V; 0: as it is
+  })
+  config.lock()
+  return config

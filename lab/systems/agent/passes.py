@@ -1,0 +1,103 @@
+"""Up and down the tree: what a pack's rows become, and what is decoded from their vectors and from rows above."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from data_pipelines.packs import FIRST, PAD
+
+
+class Rows(NamedTuple):
+  """What a pack has of one level. U rows of L units."""
+  ids: jax.Array         # i32[B, U, L]
+  counts: jax.Array      # f32[B, U], 0: no row
+
+  @property
+  def real(self):
+    """bool[B, U, L]: units and terminator."""
+    return self.ids != PAD
+
+  @property
+  def last(self):
+    """i32[B, U]: place of the terminator."""
+    return jnp.maximum(self.real.sum(-1), 1) - 1
+
+  @property
+  def valid(self):
+    """bool[B, U]."""
+    return self.counts > 0
+
+
+class Up(NamedTuple):
+  """What a level's rows become."""
+  table: jax.Array       # f32[B, V, d], see Tree.table
+  extra: jax.Array       # f32[B, V]
+  units: jax.Array       # f32[B, U, L, d]
+  vectors: jax.Array     # f32[B, U, D]
+
+
+class Down(NamedTuple):
+  """What is decoded at a level: R vectors, of its own rows and of places in rows above.
+
+  Places that are no node, or whose row is none, have weight 0.
+  """
+  units: jax.Array       # f32[B, R, L, d]
+  length: jax.Array      # f32[B, R, L], logits
+  row: jax.Array         # i32[B, R]: the row of this level that each stands for
+  weight: jax.Array      # f32[B, R]
+  origin: tuple[int, ...]    # level from which each part was decoded: its own, then those above, from below
+  parts: tuple[int, ...]     # vectors of each part
+
+
+def rows(batch, level) -> Rows:
+  """A level of a batch."""
+  return Rows(batch[f'ids_{level}'], batch[f'counts_{level}'].astype(jnp.float32) * batch['mask'][:, None])
+
+
+def taken(table, ids):
+  """Rows of tables [B, V, ...] by i32[B, n...] -> [B, n..., ...]; of one for all, [V, d], the same."""
+  if table.ndim == 2:
+    return jnp.take(table, ids, 0)
+  return jax.vmap(lambda t, i: jnp.take(t, i, 0))(table, ids)
+
+
+def up(net, params, levels: list[Rows], train=False, rngs=None) -> list[Up]:
+  """Every level's rows, words first."""
+  out, below = [], None
+  for level, found in enumerate(levels):
+    valid = levels[level - 1].valid if level else None
+    table, extra = net.apply(params, level, below, valid, method='table')
+    units = taken(table, found.ids)
+    _, below = net.apply(params, level, units, found.real, train, method='up', rngs=rngs)
+    out.append(Up(table, extra, units, below))
+  return out
+
+
+def down(net, params, levels: list[Rows], vectors: list[jax.Array], weights: list[jax.Array], path: bool, train=False,
+         rngs=None) -> list[Down]:
+  """Every level's vectors taken apart, and with `path` what comes out of them, level after level: words first.
+
+  weights: f32[B, U] a level, of its rows' own vectors. A unit decoded from above has its origin's weight.
+  """
+  out = [None] * len(levels)
+  above = []           # parts from above: (vectors [B, R, D], row i32[B, R], weight f32[B, R], origin)
+  for level in reversed(range(len(levels))):
+    found = levels[level]
+    batch, count, length = found.ids.shape
+    own = (vectors[level], jnp.broadcast_to(jnp.arange(count)[None], (batch, count)), weights[level], level)
+    parts = [own, *above]
+    x, row, weight = (jnp.concatenate([p[i] for p in parts], 1) for i in range(3))
+    decoded = net.apply(params, level, x, train, method='down', rngs=rngs)
+    out[level] = Down(decoded.units, decoded.length, row, weight, tuple(p[3] for p in parts),
+                      tuple(p[0].shape[1] for p in parts))
+    if path and level:
+      ids = taken(found.ids, row)                                       # [B, R, L]
+      unit = ids >= FIRST
+      child, own_weight = jnp.where(unit, ids - FIRST, 0), weight[..., None] * unit
+      start, above = 0, []
+      for _, _, w, origin in parts:
+        piece = slice(start, start + w.shape[1])
+        above.append((decoded.units[:, piece].reshape(batch, -1, decoded.units.shape[-1]),
+                      child[:, piece].reshape(batch, -1), own_weight[:, piece].reshape(batch, -1), origin))
+        start = piece.stop
+  return out

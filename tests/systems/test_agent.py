@@ -1,0 +1,112 @@
+"""Text trees: what is decoded from where, and that each loss is right for every row by itself."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from data_pipelines import packs, trees
+from lab.systems.agent import config as shape, model, objectives, passes
+
+TEXT = b'The cat sat. A dog ran off.\n\nThe cat sat. So it goes on and on for a while. Yes.'
+
+
+def small():
+  config = shape.get_config()
+  config.unlock()
+  config.data.update({'rows': (24, 8, 4), 'lengths': (8, 6, 4)})
+  config.model.update({'widths': (16, 16, 16, 32), 'heads': 2})
+  return config
+
+
+def batch(config):
+  """Two packs: one of the text, one with nothing in it."""
+  packer = packs.Packer(config.data.rows, config.data.lengths)
+  for node in trees.nodes(TEXT, 2):
+    assert not list(packer.add(node, 0))
+  pack, = packer.rest()
+  out = {'mask': np.ones(2, np.float32)}
+  for level in range(3):
+    for name, array in (('ids', pack.ids[level]), ('counts', pack.counts[level])):
+      out[f'{name}_{level}'] = np.stack([array, np.zeros_like(array)])
+  return out
+
+
+@pytest.fixture(scope='module')
+def found():
+  """Config, levels, what they become on the way up and down, and the network with its parameters."""
+  config = small()
+  net, rows = model.make(config), batch(config)
+  params = jax.jit(net.init)(jax.random.key(0))
+
+  @jax.jit
+  def run(params):
+    levels = [passes.rows(rows, level) for level in range(3)]
+    ups = passes.up(net, params, levels)
+    return levels, ups, passes.down(net, params, levels, [u.vectors for u in ups], [x.counts for x in levels], True)
+  return (config, net, params, *run(params))
+
+
+def test_units_decoded_from_above_stand_for_their_rows(found):
+  _, _, _, levels, _, downs = found
+  assert [tuple(zip(d.origin, d.parts)) for d in downs] == [
+      ((0, 24), (1, 8 * 6), (2, 4 * 4 * 6)), ((1, 8), (2, 4 * 4)), ((2, 4),)]
+  words = [(np.asarray(r[:n]) - packs.FIRST).astype(np.uint8).tobytes() for r, n in zip(levels[0].ids[0], levels[0].last[0])]
+  for part, start in ((1, 24), (2, 24 + 48)):          # every word, once for every sentence and paragraph that has it
+    size = downs[0].parts[part]
+    rows, weights = (np.asarray(x[0, start:start + size]) for x in (downs[0].row, downs[0].weight))
+    spelt = [words[r] for r, w in zip(rows, weights) for _ in range(int(w))]
+    said = [w for line in TEXT.split(b'\n\n') for w in line.split(b' ')]
+    assert sorted(spelt) == sorted(said)
+  assert float(sum(d.weight[1].sum() for d in downs)) == 0
+
+
+def test_losses_of_padding_are_nothing(found):
+  config, net, params, levels, *_ = found
+
+  @jax.jit
+  def run(params):
+    ups = passes.up(net, params, levels)
+    downs = passes.down(net, params, levels, [u.vectors for u in ups], [x.counts for x in levels], True)
+    return objectives.losses_of(net, params, levels, ups, downs, config, jax.random.key(1), None)
+  terms, raw = run(params)
+  names = {f'{n}_{level}' for n in ('reconstruct', 'length', 'masked', 'coherence') for level in range(3)}
+  paths = {f'{n}_{a}_from_{b}' for n in ('reconstruct', 'length') for a, b in ((0, 1), (0, 2), (1, 2))}
+  assert raw.keys() == terms.keys() == names | paths | {'difference_1', 'difference_2'}
+  assert all(np.isfinite(x) for pair in raw.values() for x in pair)
+  assert float(raw['length_2'][1]) == levels[2].valid.sum() == 3
+  assert float(raw['length_1'][1]) == levels[1].counts.sum() == 6
+  assert float(raw['length_0_from_1'][1]) == len(TEXT.replace(b'\n\n', b' ').split(b' '))
+
+
+def test_every_row_has_its_own_terminator():
+  """A target that is the first row's place for all would cost the third row nothing here."""
+  ids = jnp.array([[[7, 8, 9, 1], [7, 1, 0, 0], [1, 0, 0, 0]]])
+  rows = passes.Rows(ids, jnp.ones((1, 3)))
+  assert rows.last.tolist() == [[3, 1, 0]]
+  logits = 50.0 * jax.nn.one_hot(ids, 12)
+  assert objectives.reconstruct(logits, ids, rows.real, rows.last).max() < 1e-6
+  wrong = 50.0 * jax.nn.one_hot(jnp.broadcast_to(ids[:, :1], ids.shape), 12)
+  cost = objectives.reconstruct(wrong, ids, rows.real, rows.last)[0]
+  # a terminator costs threefold; the mean is over a row's own units: 0, 3 x 50 / 2, 3 x 50 / 1
+  np.testing.assert_allclose(cost, [0, 75, 150], atol=1e-4)
+
+
+def test_hidden_and_replaced_units():
+  ids = jnp.array(np.random.default_rng(0).integers(packs.FIRST, 99, (4, 500, 9)))
+  last = jnp.full((4, 500), 6)
+  ids = ids.at[..., 6].set(packs.END).at[..., 7:].set(packs.PAD)
+  place, seen = objectives.hidden(jax.random.key(0), ids, last)
+  assert ((seen != ids).sum(-1) <= 1).all() and place.min() == 0 and place.max() == 6
+  assert abs(float((seen == packs.MASK).sum() / 2000) - .9) < .03
+  changed, share = objectives.replaced(jax.random.key(1), ids, last)
+  assert (changed[..., 6:] == ids[..., 6:]).all()          # neither terminators nor padding
+  np.testing.assert_allclose(share, (changed != ids).sum(-1) / 6, rtol=1e-6)
+  # 66 % of the rows, each unit with chance U(0, .8), of which 2 of 9 are drawn from no unit and stay
+  assert abs(float(share.mean()) - .66 * .4 * 7 / 9) < .03 and (share == 0).mean() > .34
+
+
+def test_coherence_is_right_at_its_minimum():
+  share, logit = jnp.array([[0.0, 0.5]]), jnp.array([[-40.0, 40.0]])
+  assert objectives.coherence(share, logit, jnp.array([[0.0, 0.5]])).max() < 1e-6
+  np.testing.assert_allclose(objectives.coherence(share, logit * 0, jnp.array([[1.0, 0.5]])), [[1.00693, 0.00693]],
+                             atol=1e-5)

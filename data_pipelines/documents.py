@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import re
-from typing import Callable, Iterable, Iterator, NamedTuple
+from typing import Callable, Iterable, Iterator, NamedTuple, Sequence
 
 from data_pipelines import DataError
 
@@ -61,19 +61,20 @@ def lines(path: str) -> Iterator[tuple[int, str]]:
     raise DataError(f'{path}: cannot be read: {e.strerror}') from None
 
 
-def files(raw_dir: str) -> tuple[dict[str, str], list[str]]:
+def files(raw_dir: str, kinds: Sequence[str] = (*TEXT, '.jsonl')) -> tuple[dict[str, str], list[str]]:
   """The text files of a folder and its folders, or one file: (path -> split named, or ''), and files of other kinds.
 
-  Paths are in the order of their names. Raises DataError where there is no text file.
+  `kinds` are the ends of names of text files. Paths are in the order of their names. Raises DataError where there is no
+  text file.
   """
   if os.path.isfile(raw_dir):
     found = [raw_dir]
   else:
     found = sorted(os.path.join(where, name) for where, _, names in os.walk(raw_dir) for name in names)
   texts = {p: _named(os.path.relpath(p, raw_dir) if p != raw_dir else os.path.basename(p)) for p in found
-           if os.path.splitext(p)[1].lower() in (*TEXT, '.jsonl') and not os.path.basename(p).startswith('.')}
+           if os.path.splitext(p)[1].lower() in kinds and not os.path.basename(p).startswith('.')}
   if not texts:
-    raise DataError(f'{raw_dir}: no text there; expected {", ".join(TEXT)} or .jsonl files')
+    raise DataError(f'{raw_dir}: no text there; expected {", ".join(kinds[:-1])} or {kinds[-1]} files')
   return texts, [p for p in found if p not in texts]
 
 
@@ -150,12 +151,12 @@ def parted(raw_dir: str) -> Iterator[Document]:
   yield Document(text[cut:], 'validation', file, line + text.count('\n', 0, cut))
 
 
-def digest(text: str) -> bytes:
-  """The SHA-256 of a text in UTF-8."""
-  return hashlib.sha256(text.encode('utf-8')).digest()
+def digest(text: str | bytes) -> bytes:
+  """The SHA-256 of a text, in UTF-8 or of whatever bytes it is."""
+  return hashlib.sha256(text if isinstance(text, bytes) else text.encode('utf-8')).digest()
 
 
-def by_hash(text: str) -> str:
+def by_hash(text: str | bytes) -> str:
   """The split of a text: of ten, eight go to train, one to validation and one to test."""
   place = int.from_bytes(digest(text)[:8]) % 10
   return SPLITS[max(0, place - 7)]

@@ -13,11 +13,15 @@
   python -m data_pipelines.prepare sst2 --raw_dir=SST2 --out_dir=OUT --tokenizer=PATH
   python -m data_pipelines.prepare arc --raw_dir=FILE_OR_FOLDER --out_dir=OUT [--side=30] [--leaks=drop|keep|refuse]
                                        [--noinvariant]
+  python -m data_pipelines.prepare books --raw_dir=FILE_OR_FOLDER --out_dir=OUT [--rows=160,32,12] [--lengths=12,12,4]
+                                         [--joined] [--whole] [--longest_word=200] [--most_control=0.01]
+                                         [--outliers=drop|keep]
+  python -m data_pipelines.prepare statistics FILE_OR_FOLDER       of the texts of books, to choose rows and lengths by
   python -m data_pipelines.prepare verify FOLDER        (or --dir=FOLDER)
 
 A tokenizer is a tokenizer.json, vocab.txt, or vocab.json and merges.txt, or the folder of one; a prepared corpus is one
 too. Text files and their splits: data_pipelines/documents.py. cola and sst2 also take --raw_dir=glue/cola or glue/sst2,
-what TFDS has prepared. ARC's files and their splits: data_pipelines/arc_raw.py.
+what TFDS has prepared. ARC's files and their splits: data_pipelines/arc_raw.py. Those of books: books_raw.py there.
 
 Prints a report of what is in the data as JSON. A killed run leaves nothing half under the final name; start it again.
 Exit codes: 0 done or clean, 2 bad usage, 3 broken data, 6 no space.
@@ -33,7 +37,7 @@ from typing import Any, Mapping, NamedTuple
 
 from absl import flags
 
-from data_pipelines import DataError, TooLarge, prepared
+from data_pipelines import DataError, TooLarge, books, books_raw, prepared
 
 
 class Dataset(NamedTuple):
@@ -58,10 +62,12 @@ DATASETS = {
     'cola': Dataset('data_pipelines.glue', ('tokenizer',), {'task': 'cola'}, tfds='glue/cola'),
     'sst2': Dataset('data_pipelines.glue', ('tokenizer',), {'task': 'sst2'}, tfds='glue/sst2'),
     'arc': Dataset('data_pipelines.arc', ('side', 'leaks', 'invariant'), file=True),
+    'books': Dataset('data_pipelines.books', ('rows', 'lengths', 'joined', 'whole', 'longest_word', 'most_control',
+                                              'outliers'), file=True),
 }
 OPTIONS = sorted({o for d in DATASETS.values() for o in d.options})
 FLAGS = flags.FlagValues()
-flags.DEFINE_string('raw_dir', '', 'Folder of the raw files; of clips, corpus and arc also one file.',
+flags.DEFINE_string('raw_dir', '', 'Folder of the raw files; of clips, corpus, arc and books also one file.',
                     flag_values=FLAGS)
 flags.DEFINE_string('out_dir', '', 'Folder that gets NAME/VERSION/ with the prepared data.', flag_values=FLAGS)
 flags.DEFINE_string('dir', '', 'Prepared folder to verify.', flag_values=FLAGS)
@@ -83,6 +89,17 @@ flags.DEFINE_integer('side', 30, 'Of a grid in cells; larger ones are left out.'
 flags.DEFINE_enum('leaks', 'drop', ('drop', 'keep', 'refuse'), 'What becomes of tasks of train that are of evaluation.',
                   flag_values=FLAGS)
 flags.DEFINE_boolean('invariant', True, 'Also find leaks with other colours, turned or mirrored.', flag_values=FLAGS)
+flags.DEFINE_list('rows', '160,32,12', 'Rows of a pack, for each level: words, sentences, paragraphs...',
+                  flag_values=FLAGS)
+flags.DEFINE_list('lengths', '12,12,4', 'Units of a row with its terminator, for each level.', flag_values=FLAGS)
+flags.DEFINE_boolean('joined', False, 'Neighbours share a row where they fit.', flag_values=FLAGS)
+flags.DEFINE_boolean('whole', False, 'A book is one text, not its chapters.', flag_values=FLAGS)
+flags.DEFINE_integer('longest_word', 200, 'Bytes; a text with a longer one is an outlier.', lower_bound=1,
+                     flag_values=FLAGS)
+flags.DEFINE_float('most_control', 0.01, 'Share of control bytes; a text with more is an outlier.', lower_bound=0,
+                   upper_bound=1, flag_values=FLAGS)
+flags.DEFINE_enum('outliers', 'drop', ('drop', 'keep'), 'What becomes of them; they are counted either way.',
+                  flag_values=FLAGS)
 flags.DEFINE_boolean('help', False, 'Print this help.', flag_values=FLAGS)
 FLAGS.set_gnu_getopt(True)
 
@@ -128,7 +145,7 @@ def run(argv: list[str]) -> int:
   if FLAGS.help:
     print(__doc__ + FLAGS.get_help())
     return 0
-  commands = [*DATASETS, 'verify']
+  commands = [*DATASETS, 'verify', 'statistics']
   if not words or words[0] not in commands:
     raise UsageError(f'{"unknown" if words else "no"} command{" " + words[0] if words else ""}; one of '
                      f'{", ".join(commands)}; --help tells more')
@@ -142,6 +159,11 @@ def run(argv: list[str]) -> int:
     if len(folders) != 1:
       raise UsageError('verify takes one folder')
     return 3 if verify(folders[0]) else 0
+  if words[0] == 'statistics':
+    if len(words) != 2:
+      raise UsageError('statistics takes one file or folder')
+    print(json.dumps(books.statistics(books_raw.read(words[1], whole=True)), indent=2))
+    return 0
   if words[1:]:
     raise UsageError(f'unexpected {words[1]!r}; folders are given as --raw_dir and --out_dir')
   folder, report = _prepare(words[0], DATASETS[words[0]])
@@ -159,9 +181,20 @@ def _prepare(name: str, dataset: Dataset) -> tuple[str, dict]:
   file = dataset.file and os.path.isfile(FLAGS.raw_dir)
   if not os.path.isdir(FLAGS.raw_dir) and not file and FLAGS.raw_dir != dataset.tfds:
     raise DataError(f'--raw_dir={FLAGS.raw_dir}: no such {"file or " * dataset.file}folder')
-  options = {o: FLAGS[o].value for o in dataset.options}
+  options = {o: _integers(o) if o in ('rows', 'lengths') else FLAGS[o].value for o in dataset.options}
   module = importlib.import_module(dataset.module)
   return module.prepare(FLAGS.raw_dir, FLAGS.out_dir, shards=FLAGS.shards, **dataset.given, **options)
+
+
+def _integers(option: str) -> list[int]:
+  try:
+    found = [int(word) for word in FLAGS[option].value]
+    if not found or min(found) < 1:
+      raise ValueError
+    return found
+  except ValueError:
+    raise UsageError(f'--{option}={",".join(FLAGS[option].value)}: expected positive integers, such as '
+                     f'--{option}={",".join(FLAGS[option].default)}') from None
 
 
 def main(argv: list[str]) -> int:

@@ -16,8 +16,8 @@ _HEADING = re.compile(r'(?:(?:chapter|book|part|letter|stave|volume|act|canto)\b
                       re.IGNORECASE)
 _LINE = re.compile(r'[^\n]*\n|[^\n]+')
 _BORDER = re.compile(r'(?<=[.!?…])["”’\')\]]* (?=["“‘\'(\[—]*[^\W_a-z])')
-_ABBREVIATED = re.compile(r'(?:^|[\s"“‘\'(])(?:Mr|Mrs|Ms|Dr|St|Prof|Rev|Hon|Capt|Col|Gen|Lieut|Sergt|Messrs|Mme|Mlle|'
-                          r'vs|etc|[^\W\d_])\.$')
+_ABBREVIATED = re.compile(r'(?:^|[\s"“‘\'(])(?:Mr|Mrs|Ms|Dr|St|Prof|Rev|Hon|Capt|Col|Gen|Lieut|Sergt|Messrs|Mme|'
+                          r'Mlle|vs|etc|[^\W\d_])\.$')
 
 
 def nodes(text: bytes, level: int) -> list[Node]:

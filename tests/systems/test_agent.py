@@ -50,7 +50,8 @@ def test_units_decoded_from_above_stand_for_their_rows(found):
   _, _, _, levels, _, downs = found
   assert [tuple(zip(d.origin, d.parts)) for d in downs] == [
       ((0, 24), (1, 8 * 6), (2, 4 * 4 * 6)), ((1, 8), (2, 4 * 4)), ((2, 4),)]
-  words = [(np.asarray(r[:n]) - packs.FIRST).astype(np.uint8).tobytes() for r, n in zip(levels[0].ids[0], levels[0].last[0])]
+  words = [(np.asarray(r[:n]) - packs.FIRST).astype(np.uint8).tobytes()
+           for r, n in zip(levels[0].ids[0], levels[0].last[0])]
   for part, start in ((1, 24), (2, 24 + 48)):          # every word, once for every sentence and paragraph that has it
     size = downs[0].parts[part]
     rows, weights = (np.asarray(x[0, start:start + size]) for x in (downs[0].row, downs[0].weight))

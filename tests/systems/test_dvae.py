@@ -256,7 +256,7 @@ def test_padding_alone_rebuilds_nothing():
     ({'data.layout': 'sequence', 'augment.translate': .1}, 'augment.translate'),
     ({'quantizer.tau.kind': 'sine'}, 'quantizer.tau.kind'), ({'loss.mixture': 'mws'}, 'loss.mixture'),
     ({'mask.most.end': 2.0}, 'mask.most.end'), ({'model.pool': 'lattice', 'data.layout': 'sequence'}, 'model.pool'),
-    ({'model.pool': 'lattice', 'model.latents': 17}, 'model.latents'),
+    ({'model.pool': 'lattice', 'model.latents': 17}, 'model.latents'), ({'loss.pad_weight': 0.0}, 'loss.pad_weight'),
     ({'quantizer.kind': 'none', **WITHOUT, 'predict.verb': 'decode'}, 'predict.verb')])
 def test_settings_that_cannot_run_are_named(values, said):
   with pytest.raises(ConfigError, match=said.replace('.', r'\.')):

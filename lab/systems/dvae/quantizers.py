@@ -209,7 +209,7 @@ def _seeds(key, points, real, number):
 
   def one(i, carry):
     centres, missed = carry
-    centre = _draw(keys[i], points, real, 1, missed)
+    centre = points[_chances(keys[i], real, missed).argmax()][None]
     missed = jnp.minimum(missed, jnp.square(points - centre).sum(-1))
     return jax.lax.dynamic_update_slice_in_dim(centres, centre, i, 0), missed
   start = jnp.zeros((number, points.shape[1]), jnp.float32), jnp.full(real.shape, jnp.finfo(jnp.float32).max)
@@ -217,15 +217,15 @@ def _seeds(key, points, real, number):
 
 
 def _draw(key, points, real, number, weight):
-  """`number` real points, f32[number, D], drawn by weight f32[M] without replacement; repeated where there are too few.
-
-  The largest ln weight + Gumbel noise are such a draw (Kool et al. 2019, arXiv 1903.06059, section 2.3).
-  """
-  least = jnp.finfo(jnp.float32).tiny
-  chance = jnp.log(jnp.maximum(weight, least)) + jax.random.gumbel(key, real.shape)
-  order = jnp.where(real, chance, -jnp.inf)
-  order = order.argmax()[None] if number == 1 else order.argsort(descending=True)
+  """Real points f32[number, D], drawn by weight f32[M] without replacement; repeated where there are too few."""
+  order = _chances(key, real, weight).argsort(descending=True)
   return points[order[jnp.arange(number) % jnp.maximum(real.sum(), 1)]]
+
+
+def _chances(key, real, weight):
+  """f32[M], of which the largest are a draw of real points by weight (Kool et al. 2019, arXiv 1903.06059, 2.3)."""
+  chance = jnp.log(jnp.maximum(weight, jnp.finfo(jnp.float32).tiny)) + jax.random.gumbel(key, real.shape)
+  return jnp.where(real, chance, -jnp.inf)
 
 
 def fsq(channels: jax.Array, levels: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:

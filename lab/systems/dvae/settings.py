@@ -90,6 +90,9 @@ def _together(config) -> None:
     if rows > config.data.side:
       raise ConfigError(f'config.model.latents = {config.model.latents}: a lattice of {rows} x {columns} places; '
                         f'expected no more than data.side = {config.data.side} a side')
+  if not o.pad_weight and (config.model.pool != 'lattice' or config.augment.on and config.augment.translate):
+    raise ConfigError('config.loss.pad_weight = 0.0: nothing would teach where a grid ends; expected more than 0, but '
+                      'with model.pool = lattice and augment.translate = 0')
   if config.data.layout == 'sequence' and config.augment.translate:
     raise ConfigError(f'config.augment.translate = {config.augment.translate}: the layout sequence has no room around '
                       'a grid; expected 0')

@@ -151,3 +151,19 @@ def test_sixteen_grids_are_learnt_by_heart():
   (params, stats, _), _ = jax.jit(lambda c: jax.lax.scan(step, c, jnp.arange(300)))((params, stats, tx.init(params)))
   right, grids = jax.jit(built.measure)(params, stats, arrays)['exact_grids']
   assert right / grids >= .9
+
+
+def test_codes_and_header_give_back_what_was_rebuilt_and_interpolation_its_ends():
+  config = small()
+  built, rows = task.make_task(config), batch()
+  params, stats = jax.jit(built.init)(jax.random.key(0), None)
+  run = jax.jit(lambda rows: built.predict(params, stats, rows, jax.random.key(0)))
+  arrays = {k: jnp.array(rows[k]) for k in ('grid', 'size', 'mask')}
+  rebuilt = run(arrays)
+  again = run({k: rebuilt[k] for k in ('codes', 'extents', 'colours')})
+  np.testing.assert_array_equal(again['cells'], rebuilt['cells'])
+  turned = {'other': arrays['grid'][::-1], 'other_size': arrays['size'][::-1]}
+  between = run({**arrays, **turned})['between']
+  assert between.shape == (6, config.predict.steps, 16)
+  np.testing.assert_array_equal(between[:, 0], rebuilt['cells'])
+  np.testing.assert_array_equal(between[:, -1], rebuilt['cells'][::-1])

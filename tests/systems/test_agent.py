@@ -111,3 +111,52 @@ def test_coherence_is_right_at_its_minimum():
   assert objectives.coherence(share, logit, jnp.array([[0.0, 0.5]])).max() < 1e-6
   np.testing.assert_allclose(objectives.coherence(share, logit * 0, jnp.array([[1.0, 0.5]])), [[1.00693, 0.00693]],
                              atol=1e-5)
+
+
+def _texts(spelt, level, n):
+  """The words of node n of a level, by the places of what is spelt."""
+  def words(k, place):
+    if not k:
+      return [bytes(np.asarray(spelt.bytes[n, place, :int(spelt.last[0][n, place])]).astype(np.uint8))]
+    width = spelt.last[k - 1].shape[1] // spelt.last[k].shape[1]
+    return [w for i in range(int(spelt.last[k][n, place])) for w in words(k - 1, place * width + i)]
+  return words(level, 0)
+
+
+def test_a_pack_is_spelt_and_compared_with_itself(found):
+  levels = [jax.tree.map(lambda x: x[0], rows) for rows in found[3]]
+  spelt = passes.spelt(levels, 2)
+  assert [_texts(spelt, 2, n) for n in range(3)] == [
+      b'The cat sat. A dog ran off.'.split(), b'The cat sat. So it goes on and on for a while.'.split(), [b'Yes.']]
+  assert [bool(spelt.cont[2][n, 0]) for n in range(3)] == [False, True, False]
+  same = passes.compared(spelt, spelt)
+  assert [int(x[:3].sum()) for x in same.there] == [20, 6, 3]
+  assert all(bool((e | ~t)[:3].all()) for t, e in zip(same.there, same.exact))
+  other = spelt._replace(bytes=spelt.bytes.at[1, 0, 0].add(1))          # 'The' of the second paragraph
+  same = passes.compared(spelt, other)
+  assert [int((x & t)[:3].sum()) for x, t in zip(same.exact, same.there)] == [19, 5, 2]
+  other = spelt._replace(last=[spelt.last[0], spelt.last[1].at[0, 1].add(-1), spelt.last[2]])
+  same = passes.compared(spelt, other)
+  assert [int((x & t)[:3].sum()) for x, t in zip(same.exact, same.there)] == [20, 5, 2]
+  other = spelt._replace(cont=[spelt.cont[0].at[2, 0].set(True), *spelt.cont[1:]])
+  assert [int((x & t)[:3].sum()) for x, t in zip(*passes.compared(spelt, other)[::-1])] == [19, 5, 2]
+
+
+def test_unfolding_follows_the_path_of_the_loss(found):
+  _, net, params, levels, ups, downs = found
+  out = jax.jit(lambda p: passes.unfold(net, p, 2, ups[2].vectors[0]))(params)
+  lengths = [8, 6, 4]
+  assert [x.shape for x in out.places] == [(4, 24, 8), (4, 4, 6), (4, 1, 4)]
+  assert [x.shape for x in out.ends] == [(4, 24, 8, 2), (4, 4, 6, 2), (4, 1, 4, 2)]
+  assert out.bytes.shape == (4, 24, 8, 256)
+  # of real words the same as what the losses see
+  start = downs[0].parts[0] + downs[0].parts[1]
+  logits = net.apply(params, 0, downs[0].units, ups[0].table, ups[0].extra, method='logits')[0, start:]
+  there = np.asarray(downs[0].weight[0, start:]) > 0
+  np.testing.assert_allclose(np.asarray(out.bytes.reshape(-1, 8, 256))[there],
+                             np.asarray(logits)[there][..., packs.FIRST:], rtol=1e-4, atol=1e-4)
+  np.testing.assert_allclose(np.asarray(out.ends[0].reshape(-1, 8, 2))[there],
+                             np.asarray(logits)[there][..., packs.END:packs.CONT + 1], rtol=1e-4, atol=1e-4)
+  got = passes.likeliest(out)
+  assert [x.shape for x in got.last] == [x.shape[:2] for x in out.places]
+  assert [int(x.max()) < n for x, n in zip(got.last, lengths)] == [True] * 3

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from data_pipelines.packs import FIRST
+from data_pipelines.packs import CONT, END, FIRST
 from ml_collections import FrozenConfigDict
 
 from lab.nn.transformer import Shape, Transformer
@@ -66,6 +66,15 @@ class Tree(nn.Module):
   def logits(self, level, units, table, extra):
     """f32[B, R, L, d_l] against a table f32[B, V, d_l] -> f32[B, R, L, V]."""
     return self.levels[level].logits(units, table) + extra.reshape(-1, 1, 1, extra.shape[-1])
+
+  def spelt(self, units):
+    """Units of words f32[B, R, L, d_0] -> logits f32[B, R, L, 256] of bytes."""
+    return self.levels[0].logits(units, self.bytes[FIRST:])
+
+  def ended(self, level, units):
+    """f32[B, R, L, d_l] -> logits f32[B, R, L, 2] of the terminator, were it there: END, CONT."""
+    specials = self.specials[level - 1] if level else self.bytes
+    return self.levels[level].logits(units, specials[END:CONT + 1])
 
   def guess(self, level, states, table, extra):
     """States of hidden units [B, R, d_l] -> logits f32[B, R, V] of what they were."""

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from data_pipelines.packs import FIRST, PAD
+from data_pipelines.packs import CONT, FIRST, PAD
 
 
 class Rows(NamedTuple):
@@ -101,3 +101,80 @@ def down(net, params, levels: list[Rows], vectors: list[jax.Array], weights: lis
                       child[:, piece].reshape(batch, -1), own_weight[:, piece].reshape(batch, -1), origin))
         start = piece.stop
   return out
+
+
+class Unfolded(NamedTuple):
+  """What N vectors of level l are taken apart to, down to bytes, whatever comes out on the way.
+
+  Level k has P_k places a vector, P_l = 1 and P_k = P_(k+1) L_(k+1): of each node all places for units, also those
+  behind its terminator. Lists are by level, 0 to l.
+  """
+  places: list[jax.Array]    # f32[N, P_k, L_k]: logits of the terminator's place
+  ends: list[jax.Array]      # f32[N, P_k, L_k, 2]: logits of END and CONT, were the terminator there
+  bytes: jax.Array           # f32[N, P_0, L_0, 256]: logits
+
+
+class Spelt(NamedTuple):
+  """Text of N nodes of level l, spread over the places of `Unfolded`; what is behind a terminator may be anything."""
+  last: list[jax.Array]      # i32[N, P_k]: the terminator's place, so many units are before it
+  cont: list[jax.Array]      # bool[N, P_k]: it is CONT
+  bytes: jax.Array           # i32[N, P_0, L_0]: 0 to 255
+
+
+def unfold(net, params, level, vectors) -> Unfolded:
+  """Vectors f32[N, d_(l+1)] of level l, taken apart."""
+  places, ends = [], []
+  x = vectors[:, None]
+  for k in range(level, -1, -1):
+    decoded = net.apply(params, k, x, method='down')
+    places.append(decoded.length)
+    ends.append(net.apply(params, k, decoded.units, method='ended'))
+    x = decoded.units.reshape(len(vectors), -1, decoded.units.shape[-1])
+  return Unfolded(places[::-1], ends[::-1], net.apply(params, decoded.units, method='spelt'))
+
+
+def likeliest(found: Unfolded) -> Spelt:
+  """The likeliest of everything."""
+  last = [x.argmax(-1).astype(jnp.int32) for x in found.places]
+  at = [jnp.take_along_axis(x, n[..., None, None], 2)[:, :, 0] for x, n in zip(found.ends, last)]
+  return Spelt(last, [x.argmax(-1) == 1 for x in at], found.bytes.argmax(-1).astype(jnp.int32))
+
+
+def spelt(levels: list[Rows], level) -> Spelt:
+  """What the rows of a level of a pack are, of one pack: levels' arrays without the axis B."""
+  rows = jnp.arange(len(levels[level].ids))[:, None]                   # [N, P_k]
+  last, cont = [], []
+  for k in range(level, -1, -1):
+    found = levels[k]
+    ids = found.ids[rows]                                              # [N, P_k, L_k]
+    last.append(found.last[rows])
+    cont.append(jnp.take_along_axis(ids, last[-1][..., None], 2)[..., 0] == CONT)
+    rows = jnp.where(ids >= FIRST, ids - FIRST, 0).reshape(len(ids), -1)
+  return Spelt(last[::-1], cont[::-1], rows.reshape(*ids.shape))
+
+
+class Same(NamedTuple):
+  """How alike two texts are, by level, 0 to l."""
+  there: list[jax.Array]     # bool[N, P_k]: the first text has a node here
+  exact: list[jax.Array]     # bool[N, P_k]: all units in their places, terminator included
+
+
+def compared(truth: Spelt, found: Spelt) -> Same:
+  """By place: what a text has at place i of a node is compared with what the other has there."""
+  length = truth.bytes.shape[-1]
+  inside = jnp.arange(length)[None, None] < truth.last[0][..., None]
+  right = ((truth.bytes == found.bytes) | ~inside).all(-1)
+  exact = []
+  for k, (a, b, c, d) in enumerate(zip(truth.last, found.last, truth.cont, found.cont)):
+    if k:
+      below = right.reshape(*a.shape, -1)
+      right = (below | (jnp.arange(below.shape[-1])[None, None] >= a[..., None])).all(-1)
+    right = right & (a == b) & (c == d)
+    exact.append(right)
+  there, above = [], jnp.ones_like(truth.last[-1], bool)
+  for k in range(len(truth.last) - 1, -1, -1):
+    there.append(above)
+    if k:
+      length = truth.last[k - 1].shape[1] // above.shape[1]
+      above = (above[..., None] & (jnp.arange(length)[None, None] < truth.last[k][..., None])).reshape(len(above), -1)
+  return Same(there[::-1], exact)

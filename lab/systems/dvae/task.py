@@ -155,7 +155,8 @@ def rules(config):
       (r'blocks/(attention/out|mlp/down)/kernel$', P(None, 'tensor', 'fsdp'), 'takes what the tensor axis holds apart'),
   ]
   if config.model.pool == 'lattice':
-    found.append((r'body/readout/kernel$', P(None, ('fsdp', 'tensor')), 'tokens are independent'))
+    found += [(r'body/readout/kernel$', P(None, ('fsdp', 'tensor')), 'tokens are independent'),
+              (r'body/tokens$', P(None, None, ('fsdp', 'tensor')), 'features of a token are independent')]
   else:
     found += [
         (r'(pool|unpool)/.*/(query|key_value)/kernel$', P('fsdp', 'tensor'), 'heads are independent'),

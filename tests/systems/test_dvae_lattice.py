@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from configs import dvae
-from lab import optim
+from lab import optim, sharding
 from lab.systems.dvae import canvas, lattice, model, task
+from lab.task import TrainState
 from tests.systems.test_dvae import batch, on_canvas
 
 
@@ -167,3 +168,12 @@ def test_codes_and_header_give_back_what_was_rebuilt_and_interpolation_its_ends(
   assert between.shape == (6, config.predict.steps, 16)
   np.testing.assert_array_equal(between[:, 0], rebuilt['cells'])
   np.testing.assert_array_equal(between[:, -1], rebuilt['cells'][::-1])
+
+
+@pytest.mark.parametrize('latents', [1, 12, 60, 120, 252])
+def test_every_large_array_has_a_rule_however_large_a_share_is(latents):
+  config = dvae.get_config('full')
+  config.model.latents = latents
+  built = task.make_task(config)
+  params, stats = jax.eval_shape(built.init, jax.random.key(0), None)
+  sharding.audit(built.rules, TrainState(jnp.int32(0), params, stats, ()))

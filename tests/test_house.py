@@ -32,7 +32,7 @@ DOORS = {
     'absl': r'lab/main\.py|data_pipelines/prepare\.py',
     'clu': r'lab/logs\.py',
     'cv2': r'data_pipelines/(images|films)\.py',
-    'flax': r'lab/nn/|lab/systems/\w+/(model|simvp|pools|lattice)\.py',
+    'flax': r'lab/nn/|lab/systems/\w+/(model|simvp|pools|lattice|memory)\.py',
     'jax': r'lab/|configs/',
     'optax': r'lab/(optim|schedules)\.py',
     'orbax': r'lab/checkpoint\.py',

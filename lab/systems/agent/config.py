@@ -38,5 +38,12 @@ def get_config() -> ConfigDict:
       'path': 1.0,               # factor of reconstruct and length for nodes decoded from above; 0: none are
       'unify': 4.4,              # nats that the cross-entropy of V classes is scaled to, times 1 / ln V; 0: as it is
   })
+  config.predict = ConfigDict({  # --mode=predict
+      # rebuild: text from its vectors, level by level; encode: its vectors; neighbours: of each node the nearest ones;
+      # interpolate: from one sentence to another; decode: text of a vector
+      'verb': 'rebuild',
+      'steps': 8,                # interpolate: sentences from one end to the other
+      'nearest': 5,              # neighbours: so many
+  })
   config.lock()
   return config

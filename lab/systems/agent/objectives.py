@@ -3,11 +3,11 @@
 Axes: B packs, R nodes, L units, V rows of a table.
 """
 
-import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from data_pipelines.packs import FIRST, MASK, PAD
+from data_pipelines.packs import FIRST, MASK
 
 from lab.nn import losses
 from lab.systems.agent import passes
@@ -42,8 +42,15 @@ def difference(units, wanted, real):
   return mean(jnp.square(units - jax.lax.stop_gradient(wanted)).mean(-1), real)
 
 
+def keys(numbers, stream):
+  """A key for each pack from its u32[B, 2], seed and number; another one for each stream."""
+  # the generator is named, lest config.prng change what is drawn
+  make = lambda n: jax.random.fold_in(jax.random.fold_in(jax.random.key(n[0], impl='threefry2x32'), n[1]), stream)
+  return jax.vmap(make)(numbers)
+
+
 def hidden(key, ids, last):
-  """A place of every row, and the ids that are seen there: i32[B, R, L] -> place i32[B, R], seen i32[B, R, L]."""
+  """A place of every row, and the ids that are seen there: i32[R, L] -> place i32[R], seen i32[R, L]."""
   where, how, other = jax.random.split(key, 3)
   place = jnp.minimum((jax.random.uniform(where, last.shape) * (last + 1)).astype(jnp.int32), last)
   at = _places(ids) == place[..., None]
@@ -53,7 +60,7 @@ def hidden(key, ids, last):
 
 
 def replaced(key, ids, last):
-  """Rows of which some have units of others: ids i32[B, R, L] and the share of units that are another, f32[B, R]."""
+  """Rows i32[R, L] of which some have units of others: ids i32[R, L] and the share that are another, f32[R]."""
   which, rate, each, other = jax.random.split(key, 4)
   chance = jax.random.uniform(rate, last.shape) * MOST * (jax.random.uniform(which, last.shape) < CORRUPTED)
   unit = _places(ids) < last[..., None]
@@ -62,14 +69,12 @@ def replaced(key, ids, last):
 
 
 def _places(ids):
-  return jax.lax.broadcasted_iota(jnp.int32, (1, 1, ids.shape[-1]), 2)
+  return jax.lax.broadcasted_iota(jnp.int32, (1,) * (ids.ndim - 1) + ids.shape[-1:], ids.ndim - 1)
 
 
 def _other(key, ids):
-  """Units of other places of the pack, i32[B, R, L]: each from a row and place of its own, which may be no unit too."""
-  batch, count, length = ids.shape
-  flat = ids.reshape(batch, -1)
-  drawn = jnp.take_along_axis(flat, jax.random.randint(key, flat.shape, 0, flat.shape[1]), 1).reshape(ids.shape)
+  """Units of other places of the pack, i32[R, L]: each from a row and place of its own, which may be no unit too."""
+  drawn = ids.reshape(-1)[jax.random.randint(key, ids.shape, 0, ids.size)]
   return jnp.where(drawn >= FIRST, drawn, ids)
 
 
@@ -92,8 +97,25 @@ def classes(level, levels):
   return levels[level - 1].valid.sum(1) + 2.0            # and the two terminators
 
 
-def losses_of(net, params, levels, ups, downs, config, key, rngs):
-  """All terms: name -> (total, weight), weighted by config.loss; and raw ones, for the log."""
+class Altered(NamedTuple):
+  """What is made of a level's rows for its checks."""
+  seen: jax.Array        # i32[B, U, L]: a unit of each row is hidden
+  place: jax.Array       # i32[B, U]: this one
+  changed: jax.Array     # i32[B, U, L]: some units of some rows are others
+  share: jax.Array       # f32[B, U]: so many of a row's
+
+
+def altered(level, rows, numbers) -> Altered:
+  """By the packs' u32[B, 2] numbers alone, another for each level."""
+  place, seen = jax.vmap(hidden)(keys(numbers, 2 * level), rows.ids, rows.last)
+  return Altered(seen, place, *jax.vmap(replaced)(keys(numbers, 2 * level + 1), rows.ids, rows.last))
+
+
+def losses_of(net, params, levels, ups, downs, odd, config):
+  """All terms: name -> (total, weight), weighted by config.loss; and raw ones, for the log.
+
+  odd: of each level what is `altered`, of which `ups` have `seen` and `changed` as others.
+  """
   o, terms, raw = config.loss, {}, {}
 
   def add(name, pair, weight):
@@ -119,18 +141,11 @@ def losses_of(net, params, levels, ups, downs, config, key, rngs):
     own = slice(0, low.parts[0])
     if level:
       add(f'difference_{level}', total(difference(low.units[:, own], high.units, found.real), weight), o.difference)
-    mask_key, change_key = jax.random.split(jax.random.fold_in(key, level))
-    place, seen = hidden(mask_key, found.ids, found.last)
-    changed, share = replaced(change_key, found.ids, found.last)
-    both = jnp.concatenate([seen, changed], 1)
-    units = passes.taken(high.table, both)
-    real = jnp.concatenate([found.real] * 2, 1)
-    states, vectors = net.apply(params, level, units, real, True, method='up', rngs=rngs)
-    count = found.ids.shape[1]
-    at = jnp.take_along_axis(states[:, :count], place[:, :, None, None], 2)[:, :, 0]
+    place, count = odd[level].place, found.ids.shape[1]
+    at = jnp.take_along_axis(high.states[:, :count], place[:, :, None, None], 2)[:, :, 0]
     wanted = jnp.take_along_axis(found.ids, place[..., None], 2)[..., 0]
     guess = net.apply(params, level, at, high.table, high.extra, method='guess')
     add(f'masked_{level}', total(kappa * losses.cross_entropy(guess, wanted), weight), o.masked)
-    judged = net.apply(params, level, vectors[:, count:], method='check')
-    add(f'coherence_{level}', total(coherence(*judged, share), weight), o.coherence)
+    judged = net.apply(params, level, high.others[:, count:], method='check')
+    add(f'coherence_{level}', total(coherence(*judged, odd[level].share), weight), o.coherence)
   return terms, raw

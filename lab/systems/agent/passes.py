@@ -29,11 +29,13 @@ class Rows(NamedTuple):
 
 
 class Up(NamedTuple):
-  """What a level's rows become."""
+  """What a level's U rows become, and n U others of the same lengths, made of them."""
   table: jax.Array       # f32[B, V, d], see Tree.table
   extra: jax.Array       # f32[B, V]
   units: jax.Array       # f32[B, U, L, d]
   vectors: jax.Array     # f32[B, U, D]
+  states: jax.Array      # f32[B, n U, L, d], the others' units after the encoder
+  others: jax.Array      # f32[B, n U, D], their vectors
 
 
 class Down(NamedTuple):
@@ -61,19 +63,27 @@ def taken(table, ids):
   return jax.vmap(lambda t, i: jnp.take(t, i, 0))(table, ids)
 
 
-def up(net, params, levels: list[Rows], train=False, rngs=None) -> list[Up]:
-  """Every level's rows, words first."""
+def up(net, params, levels: list[Rows], others: list[jax.Array] | None = None, rngs=None) -> list[Up]:
+  """Every level's rows, words first; one call of the encoder a level.
+
+  others: of each level ids i32[B, n U, L] of rows to encode beside its own; row i has the length of row i mod U.
+  rngs: of dropout, None without.
+  """
   out, below = [], None
   for level, found in enumerate(levels):
     valid = levels[level - 1].valid if level else None
     table, extra = net.apply(params, level, below, valid, method='table')
-    units = taken(table, found.ids)
-    _, below = net.apply(params, level, units, found.real, train, method='up', rngs=rngs)
-    out.append(Up(table, extra, units, below))
+    ids, count = found.ids, found.ids.shape[1]
+    if others is not None:
+      ids = jnp.concatenate([ids, others[level]], 1)
+    units, real = taken(table, ids), jnp.concatenate([found.real] * (ids.shape[1] // count), 1)
+    states, vectors = net.apply(params, level, units, real, rngs is not None, method='up', rngs=rngs)
+    below = vectors[:, :count]
+    out.append(Up(table, extra, units[:, :count], below, states[:, count:], vectors[:, count:]))
   return out
 
 
-def down(net, params, levels: list[Rows], vectors: list[jax.Array], weights: list[jax.Array], path: bool, train=False,
+def down(net, params, levels: list[Rows], vectors: list[jax.Array], weights: list[jax.Array], path: bool,
          rngs=None) -> list[Down]:
   """Every level's vectors taken apart, and with `path` what comes out of them, level after level: words first.
 
@@ -87,7 +97,7 @@ def down(net, params, levels: list[Rows], vectors: list[jax.Array], weights: lis
     own = (vectors[level], jnp.broadcast_to(jnp.arange(count)[None], (batch, count)), weights[level], level)
     parts = [own, *above]
     x, row, weight = (jnp.concatenate([p[i] for p in parts], 1) for i in range(3))
-    decoded = net.apply(params, level, x, train, method='down', rngs=rngs)
+    decoded = net.apply(params, level, x, rngs is not None, method='down', rngs=rngs)
     out[level] = Down(decoded.units, decoded.length, row, weight, tuple(p[3] for p in parts),
                       tuple(p[0].shape[1] for p in parts))
     if path and level:

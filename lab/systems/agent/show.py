@@ -1,0 +1,87 @@
+"""Text beside what its vectors say; records of predictions, and scores of a whole split."""
+
+import numpy as np
+from data_pipelines import packs, trees
+
+SHOWN = 3        # nodes of a level and pack
+
+
+def text(last, cont, spelt, level) -> bytes:
+  """The text of a node of a level: last and cont, lists by level k of [P_k], and spelt u8[P_0, L_0]; see passes.py."""
+  def row(k, place):
+    count = int(last[k][place])
+    if not k:
+      units = spelt[place, :count].tobytes()
+    else:
+      width = len(last[k - 1]) // len(last[k])
+      units = tuple(row(k - 1, place * width + i) for i in range(count))
+    return packs.Row(units, not cont[k][place])
+  return trees.join(tuple(packs.split([row(level, 0)], level)), level + 1)
+
+
+def _found(outputs, i, level, n) -> bytes:
+  last, cont = ([outputs[f'{name}_{level}_{k}'][i, n] for k in range(level + 1)] for name in ('last', 'cont'))
+  return text(last, cont, outputs[f'bytes_{level}'][i, n], level)
+
+
+def _true(batch, i, level) -> list[bytes]:
+  """The text of each row of a level."""
+  ids, counts = ([batch[f'{name}_{k}'][i] for k in range(level + 1)] for name in ('ids', 'counts'))
+  rows = packs.unpacked(packs.Pack(tuple(ids), tuple(counts), ()))[level]
+  return [trees.join(tuple(packs.split([row], level)), level + 1) for row in rows]
+
+
+def readable(data: bytes) -> str:
+  """Bytes as a text in one line; what is no UTF-8, or can't be seen, as an escape."""
+  told = data.decode('utf-8', 'backslashreplace').replace('\n', '\\n').replace('\r', '\\r')
+  return ''.join(c if c.isprintable() else f'\\x{ord(c):02x}' for c in told)
+
+
+def records(config, outputs, batch):
+  """A record a pack: of each level what the checker said of the rows there are, and the truth."""
+  for i in range(len(batch['mask'])):
+    record = {}
+    for level in range(len(config.data.rows)):
+      there = batch[f'counts_{level}'][i] > 0
+      record[f'share_{level}'], record[f'replaced_{level}'] = (
+          [round(float(x), 4) for x in outputs[f'{name}_{level}'][i][there]] for name in ('share', 'replaced'))
+    yield record
+
+
+def score(config, found):
+  """Of each level how well the checker tells rows with replaced units from others: the area under its ROC curve."""
+  found, scores = list(found), {}
+  for level in range(len(config.data.rows)):
+    share, label = (np.concatenate([np.array(r[f'{name}_{level}']) for r in found]) for name in ('share', 'replaced'))
+    area = auc(share, label > 0)
+    if area is not None:
+      scores[f'coherence_auc_{level}'] = area
+  return scores
+
+
+def auc(scores: np.ndarray, labels: np.ndarray) -> float | None:
+  """The chance that one that is labelled, bool[N], scores f64[N] more than one that is not; of ties a half.
+
+  None where one of the two kinds is missing. By ranks (Mann and Whitney 1947).
+  """
+  positive = int(labels.sum())
+  negative = len(labels) - positive
+  if not positive or not negative:
+    return None
+  _, place, count = np.unique(scores, return_inverse=True, return_counts=True)
+  rank = (np.cumsum(count) - (count - 1) / 2)[place]
+  return float((rank[labels].sum() - positive * (positive + 1) / 2) / (positive * negative))
+
+
+def picture(config, outputs, batch):
+  """name -> text: a few nodes of each level beside what their vectors say."""
+  drawn = {}
+  for i in range(len(batch['mask'])):
+    lines = []
+    for level in range(len(config.data.rows) - 1, -1, -1):
+      lines.append(trees.LEVELS[level].upper())
+      for n, truth in enumerate(_true(batch, i, level)[:SHOWN]):
+        said = _found(outputs, i, level, n)
+        lines += [f'  text    {readable(truth)}', f'  vector  {readable(said) if said != truth else "(the same)"}']
+    drawn[f'{i:06d}'] = '\n'.join(lines)
+  return drawn

@@ -26,7 +26,7 @@ def batch(config):
   pack, = packer.rest()
   out = {'mask': np.ones(2, np.float32)}
   for level in range(3):
-    for name, array in (('ids', pack.ids[level]), ('counts', pack.counts[level])):
+    for name, array in zip(('ids', 'counts', 'documents'), (x[level] for x in pack)):
       out[f'{name}_{level}'] = np.stack([array, np.zeros_like(array)])
   return out
 
@@ -66,7 +66,7 @@ def test_losses_of_padding_are_nothing(found):
 
   @jax.jit
   def run(params):
-    odd = [objectives.altered(level, x, jnp.ones((2, 2), jnp.uint32)) for level, x in enumerate(levels)]
+    odd = objectives.altered(levels, jnp.ones((2, 2), jnp.uint32))
     ups = passes.up(net, params, levels, [jnp.concatenate([x.seen, x.changed], 1) for x in odd])
     downs = passes.down(net, params, levels, [u.vectors for u in ups], [x.counts for x in levels], True)
     return objectives.losses_of(net, params, levels, ups, downs, odd, config)
@@ -97,12 +97,17 @@ def test_hidden_and_replaced_units():
   ids = jnp.array(np.random.default_rng(0).integers(packs.FIRST, 99, (4, 500, 9)))
   last = jnp.full((4, 500), 6)
   ids = ids.at[..., 6].set(packs.END).at[..., 7:].set(packs.PAD)
-  place, seen = jax.vmap(objectives.hidden)(jax.random.split(jax.random.key(0), 4), ids, last)
+  rows = passes.Rows(ids, jnp.ones(last.shape))
+  assert (rows.last == last).all()
+  made, = objectives.altered([rows], jnp.arange(8, dtype=jnp.uint32).reshape(4, 2))
+  seen, place, changed, share = made
   assert ((seen != ids).sum(-1) <= 1).all() and place.min() == 0 and place.max() == 6
   assert abs(float((seen == packs.MASK).sum() / 2000) - .9) < .03
-  changed, share = jax.vmap(objectives.replaced)(jax.random.split(jax.random.key(1), 4), ids, last)
   assert (changed[..., 6:] == ids[..., 6:]).all()          # neither terminators nor padding
   np.testing.assert_allclose(share, (changed != ids).sum(-1) / 6, rtol=1e-6)
+  # alone, a pack has the same
+  alone, = objectives.altered([passes.Rows(ids[2:3], rows.counts[2:3])], jnp.array([[4, 5]], jnp.uint32))
+  assert (alone.seen == seen[2:3]).all() and (alone.changed == changed[2:3]).all()
   # 66 % of the rows, each unit with chance U(0, .8), of which 3 of 9 are drawn from no unit and stay
   assert abs(float(share.mean()) - .66 * .4 * 6 / 9) < .02 and (share == 0).mean() > .34
 

@@ -21,10 +21,13 @@ def get_config() -> ConfigDict:
       'widths': (32, 64, 128, 192),  # of bytes, and of the vectors of each level
       'heads': 4,
       'layers': 1,               # of each level's encoder, and of its decoder
+      'repeats': 1,              # times that these are gone through, with the same weights (arXiv 1807.03819)
       'hidden': 2,               # width inside MLPs, in widths of the level
       'decompressor': 'slots',   # from a vector to its units: slots, all at once; or lstm, one after the other
       'compressor': 'attention', # from units to their vector: attention; or max
       'checker': 2,              # width inside the checker of coherence, in widths of the vector
+      'questions': 0,            # of the memory that a document's sentences share; 0: no memory
+      'noise': 0,                # numbers that a generator makes a vector of the top level of; 0: no generator
       'dropout': 0.0,
       'remat': False,            # recompute a layer in the backward pass instead of keeping what it computed
       'dtype': 'float32',        # of products: bfloat16 or float32; parameters, norms, softmax and losses are float32
@@ -35,12 +38,13 @@ def get_config() -> ConfigDict:
       'difference': 0.05,        # of decoded vectors to those that they stand for
       'masked': 0.1,             # cross-entropy of a hidden unit
       'coherence': 0.1,          # squared error of the share of replaced units
+      'gate': 0.001,             # with a memory: how wide it stands open
       'path': 1.0,               # factor of reconstruct and length for nodes decoded from above; 0: none are
       'unify': 4.4,              # nats that the cross-entropy of V classes is scaled to, times 1 / ln V; 0: as it is
   })
   config.predict = ConfigDict({  # --mode=predict
       # rebuild: text from its vectors, level by level; encode: its vectors; neighbours: of each node the nearest ones;
-      # interpolate: from one sentence to another; decode: text of a vector
+      # interpolate: from one sentence to another; decode: text of a vector; generate: of drawn ones
       'verb': 'rebuild',
       'steps': 8,                # interpolate: sentences from one end to the other
       'nearest': 5,              # neighbours: so many

@@ -129,14 +129,16 @@ def shuffled(memory, there, key, documents=None):
 
   Args:
     memory: f32[B, U, Q, d]. there: bool[B, U]; what isn't there stays as it is. documents: i32[B, U]; without it, a row
-      gets any other row's, also its own document's.
+      gets any other row's, also its own document's. key: one for all packs, or [B], so that what a pack trades doesn't
+      hang on the others.
 
   Returns:
     f32[B, U, Q, d].
   """
   if documents is None:
     documents = jnp.broadcast_to(jnp.arange(there.shape[1])[None], there.shape)
-  source = jax.vmap(_traded)(there, documents, jax.random.split(key, len(there)))
+  keys = key if key.ndim else jax.random.split(key, len(there))
+  source = jax.vmap(_traded)(there, documents, keys)
   return jnp.take_along_axis(memory, source[..., None, None], 1)
 
 

@@ -14,6 +14,7 @@ from data_pipelines.packs import CONT, END, FIRST
 from ml_collections import FrozenConfigDict
 
 from lab.nn.transformer import Shape, Transformer
+from lab.systems.agent.memory import Memory
 
 BYTES = 256
 NEVER = -1e9         # logit of what can't be
@@ -43,6 +44,12 @@ class Tree(nn.Module):
     self.specials = [self.param(f'specials{l}', start, (FIRST, m.widths[l]), jnp.float32)
                      for l in range(1, len(self.lengths))]
     self.levels = [Level(m, m.widths[l], m.widths[l + 1], n) for l, n in enumerate(self.lengths)]
+    if m.questions:
+      self.memory = Memory(m.widths[1], m.questions)
+    if m.noise:
+      top = m.widths[-1]
+      self.generator = [nn.Dense(n, dtype=m.dtype) for n in (4 * top, 4 * top, top)]
+      self.critic = [nn.Dense(n, dtype=m.dtype) for n in (4 * top, 4 * top, 1)]
 
   def table(self, level, below, valid):
     """What the units of a level are: f32[B, V, d_l], and a logit to add, f32[B, V]; of level 0 f32[V, d_0] and f32[V].
@@ -84,8 +91,33 @@ class Tree(nn.Module):
     """f32[B, R, d_(l+1)] -> share of replaced units f32[B, R], 0 to 0.8, and the logit that there is one."""
     return self.levels[level].check(vectors)
 
+  def write(self, units, real):
+    """What each sentence holds for the others: f32[B, U, L, d_1], bool[B, U, L] -> f32[B, U, Q, d_1]; see memory.py."""
+    return self.memory.write(units, real)
+
+  def recall(self, units, memory, there):
+    """Decoded units of sentences f32[B, R, L, d_1] with what others of their document hold; the gate f32[B, R, L]."""
+    units, gate = self.memory.read(units, memory, there)
+    return _normed(units), gate
+
+  def draw(self, noise):
+    """N(0, 1) numbers f32[N, model.noise] -> vectors of the top level, f32[N, d]: a generator (arXiv 1406.2661)."""
+    for layer in self.generator[:-1]:
+      noise = jnp.tanh(layer(noise))
+    return _normed(self.generator[-1](noise))
+
+  def criticise(self, vectors):
+    """Vectors of the top level f32[N, d] -> logits f32[N] that they are of text."""
+    for layer in self.critic[:-1]:
+      vectors = jnp.tanh(layer(vectors))
+    return self.critic[-1](vectors).astype(jnp.float32)[:, 0]
+
   def __call__(self):
     """All of it, for the parameters' sake."""
+    if self.model.questions:
+      self.memory()
+    if self.model.noise:
+      self.criticise(self.draw(jnp.zeros((1, self.model.noise))))
     below = None
     for level, length in enumerate(self.lengths):
       ones = jnp.ones((1, 1, length), bool)
@@ -130,7 +162,7 @@ class Level(nn.Module):
     batch, rows, length, width = units.shape
     x = (units + self.places[None, None]).reshape(batch * rows, length, width)
     flat = real.reshape(batch * rows, length)
-    states = self.encoder(x, flat.astype(jnp.int32), train=train)
+    states = self._through(self.encoder, x, flat.astype(jnp.int32), train)
     vectors = _normed(self.compressor(states, flat))
     return states.reshape(units.shape), vectors.reshape(batch, rows, self.above)
 
@@ -140,9 +172,14 @@ class Level(nn.Module):
     flat = vectors.reshape(batch * rows, width)
     x = self.spread(flat)
     x = self.narrow(x) if self.model.decompressor == 'lstm' else x.reshape(len(flat), self.length, self.width)
-    x = self.decoder(x.astype(jnp.float32) + self.slots[None], train=train)
+    x = self._through(self.decoder, x.astype(jnp.float32) + self.slots[None], None, train)
     return Decoded(_normed(x).reshape(batch, rows, self.length, self.width),
                    self.ends(flat).reshape(batch, rows, self.length))
+
+  def _through(self, layers, x, segments, train):
+    for _ in range(self.model.repeats):
+      x = layers(x, segments, train=train)
+    return x
 
   def logits(self, units, table):
     """See Tree.logits; units and table have a mean square of about 1, products grow with the root of the width."""

@@ -3,14 +3,16 @@
 Axes: B packs, R nodes, L units, V rows of a table.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from data_pipelines.packs import FIRST, MASK
 
 from lab.nn import losses
-from lab.systems.agent import passes
+from lab.systems.agent import memory, passes
 
 TERMINATOR = 3.0       # weight of a terminator's cross-entropy beside a unit's
 HIDDEN = 0.9           # share of hidden units that show the mask; the others show another unit
@@ -49,32 +51,57 @@ def keys(numbers, stream):
   return jax.vmap(make)(numbers)
 
 
-def hidden(key, ids, last):
-  """A place of every row, and the ids that are seen there: i32[R, L] -> place i32[R], seen i32[R, L]."""
-  where, how, other = jax.random.split(key, 3)
-  place = jnp.minimum((jax.random.uniform(where, last.shape) * (last + 1)).astype(jnp.int32), last)
-  at = _places(ids) == place[..., None]
-  drawn = _other(other, ids)
-  seen = jnp.where(jax.random.uniform(how, last.shape)[..., None] < HIDDEN, MASK, drawn)
-  return place, jnp.where(at, seen, ids)
+class Altered(NamedTuple):
+  """What is made of a level's rows for its checks."""
+  seen: jax.Array        # i32[B, U, L]: a unit of each row is hidden
+  place: jax.Array       # i32[B, U]: this one
+  changed: jax.Array     # i32[B, U, L]: some units of some rows are others
+  share: jax.Array       # f32[B, U]: so many of a row's
 
 
-def replaced(key, ids, last):
-  """Rows i32[R, L] of which some have units of others: ids i32[R, L] and the share that are another, f32[R]."""
-  which, rate, each, other = jax.random.split(key, 4)
-  chance = jax.random.uniform(rate, last.shape) * MOST * (jax.random.uniform(which, last.shape) < CORRUPTED)
+def altered(levels, numbers) -> list[Altered]:
+  """Of each level, by the packs' u32[B, 2] numbers alone. Everything is drawn at once: it compiles sooner."""
+  shapes = [shape for x in levels for shape in ((4, *x.last.shape[1:]), (3, *x.ids.shape[1:]))]
+  ends = np.cumsum([math.prod(shape) for shape in shapes])
+  chances = jax.vmap(lambda key: jax.random.uniform(key, (int(ends[-1]),)))(keys(numbers, 0))
+  parts = [x.reshape(len(numbers), *shape) for x, shape in zip(jnp.split(chances, ends[:-1], 1), shapes)]
+  out = []
+  for x, rows, units in zip(levels, parts[::2], parts[1::2]):
+    place, seen = hidden(x.ids, x.last, rows[:, 0], rows[:, 1], units[:, 0])
+    out.append(Altered(seen, place, *replaced(x.ids, x.last, rows[:, 2], rows[:, 3], units[:, 1], units[:, 2])))
+  return out
+
+
+def hidden(ids, last, where, how, other):
+  """A place of every row, and the ids that are seen there: i32[B, R, L] -> place i32[B, R], seen i32[B, R, L].
+
+  where, how f32[B, R] and other f32[B, R, L] are uniform from 0 to 1.
+  """
+  place = jnp.minimum((where * (last + 1)).astype(jnp.int32), last)
+  seen = jnp.where(how[..., None] < HIDDEN, MASK, _other(other, ids))
+  return place, jnp.where(_places(ids) == place[..., None], seen, ids)
+
+
+def replaced(ids, last, rate, which, each, other):
+  """Rows i32[B, R, L] of which some have units of others: ids i32[B, R, L], the share that are another f32[B, R].
+
+  rate, which f32[B, R] and each, other f32[B, R, L] are uniform from 0 to 1.
+  """
+  chance = rate * MOST * (which < CORRUPTED)
   unit = _places(ids) < last[..., None]
-  out = jnp.where(unit & (jax.random.uniform(each, ids.shape) < chance[..., None]), _other(other, ids), ids)
+  out = jnp.where(unit & (each < chance[..., None]), _other(other, ids), ids)
   return out, (out != ids).sum(-1) / jnp.maximum(last, 1)
 
 
 def _places(ids):
-  return jax.lax.broadcasted_iota(jnp.int32, (1,) * (ids.ndim - 1) + ids.shape[-1:], ids.ndim - 1)
+  return jax.lax.broadcasted_iota(jnp.int32, (1, 1, ids.shape[-1]), 2)
 
 
-def _other(key, ids):
-  """Units of other places of the pack, i32[R, L]: each from a row and place of its own, which may be no unit too."""
-  drawn = ids.reshape(-1)[jax.random.randint(key, ids.shape, 0, ids.size)]
+def _other(chance, ids):
+  """Units of other places of the pack, i32[B, R, L]: each from a row and place of its own, which may be no unit too."""
+  flat = ids.reshape(len(ids), -1)
+  at = jnp.minimum((chance * flat.shape[1]).astype(jnp.int32), flat.shape[1] - 1).reshape(len(ids), -1)
+  drawn = jnp.take_along_axis(flat, at, 1).reshape(ids.shape)
   return jnp.where(drawn >= FIRST, drawn, ids)
 
 
@@ -95,20 +122,6 @@ def classes(level, levels):
   if not level:
     return jnp.full(len(levels[0].ids), FIRST + 256.0)
   return levels[level - 1].valid.sum(1) + 2.0            # and the two terminators
-
-
-class Altered(NamedTuple):
-  """What is made of a level's rows for its checks."""
-  seen: jax.Array        # i32[B, U, L]: a unit of each row is hidden
-  place: jax.Array       # i32[B, U]: this one
-  changed: jax.Array     # i32[B, U, L]: some units of some rows are others
-  share: jax.Array       # f32[B, U]: so many of a row's
-
-
-def altered(level, rows, numbers) -> Altered:
-  """By the packs' u32[B, 2] numbers alone, another for each level."""
-  place, seen = jax.vmap(hidden)(keys(numbers, 2 * level), rows.ids, rows.last)
-  return Altered(seen, place, *jax.vmap(replaced)(keys(numbers, 2 * level + 1), rows.ids, rows.last))
 
 
 def losses_of(net, params, levels, ups, downs, odd, config):
@@ -139,6 +152,8 @@ def losses_of(net, params, levels, ups, downs, odd, config):
       add(f'length_{level}{tail}', total(size[:, piece], low.weight[:, piece]), o.length * factor)
       start = piece.stop
     own = slice(0, low.parts[0])
+    if low.gate is not None:
+      add('gate', total(memory.cost(low.gate[:, own], found.real), weight), o.gate)
     if level:
       add(f'difference_{level}', total(difference(low.units[:, own], high.units, found.real), weight), o.difference)
     place, count = odd[level].place, found.ids.shape[1]
@@ -149,3 +164,23 @@ def losses_of(net, params, levels, ups, downs, odd, config):
     judged = net.apply(params, level, high.others[:, count:], method='check')
     add(f'coherence_{level}', total(coherence(*judged, odd[level].share), weight), o.coherence)
   return terms, raw
+
+
+def rivals(net, params, vectors, there, noise):
+  """What generator and critic minimise, by name: (total, weight). Neither's gradient reaches the other, nor the tree.
+
+  Goodfellow et al. 2014, arXiv 1406.2661: the critic tells vectors of text from drawn ones (eq. 1), the generator
+  maximises the critic's logarithm (section 3).
+
+  Args:
+    vectors: f32[N, d], of rows of the top level, of which bool[N] `there` are. noise: f32[N, model.noise].
+  """
+  real = there.astype(jnp.float32)
+  sure = lambda logits: total(jax.nn.softplus(-logits), real)
+  doubt = lambda logits: total(jax.nn.softplus(logits), real)
+  drawn = net.apply(params, noise, method='draw')
+  frozen = {'params': {k: jax.lax.stop_gradient(v) if k.startswith('critic') else v
+                       for k, v in params['params'].items()}}
+  judge = lambda variables, x: net.apply(variables, x, method='criticise')
+  yes, no = sure(judge(params, jax.lax.stop_gradient(vectors))), doubt(judge(params, jax.lax.stop_gradient(drawn)))
+  return {'critic': (yes[0] + no[0], real.sum()), 'generator': sure(judge(frozen, drawn))}

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from data_pipelines.packs import CONT, FIRST, PAD
 
+from lab.systems.agent import memory
+
 
 class Rows(NamedTuple):
   """What a pack has of one level. U rows of L units."""
@@ -49,6 +51,7 @@ class Down(NamedTuple):
   weight: jax.Array      # f32[B, R]
   origin: tuple[int, ...]    # level from which each part was decoded: its own, then those above, from below
   parts: tuple[int, ...]     # vectors of each part
+  gate: jax.Array | None     # f32[B, R, L]: how much of a unit came from the memory; None without one
 
 
 def rows(batch, level) -> Rows:
@@ -83,11 +86,24 @@ def up(net, params, levels: list[Rows], others: list[jax.Array] | None = None, r
   return out
 
 
+class Remembered(NamedTuple):
+  """What sentences may read: of each row of level 1 what the other ones of its document hold."""
+  memory: jax.Array      # f32[B, U, Q, d_1]
+  there: jax.Array       # bool[B, U]
+
+
+def remembered(net, params, found: Rows, documents, high: Up) -> Remembered:
+  """By level 1 of packs, its documents i32[B, U] and what it became."""
+  written = net.apply(params, high.units, found.real, method='write')
+  return Remembered(*memory.others(written, documents, found.counts))
+
+
 def down(net, params, levels: list[Rows], vectors: list[jax.Array], weights: list[jax.Array], path: bool,
-         rngs=None) -> list[Down]:
+         recalled: Remembered | None = None, rngs=None) -> list[Down]:
   """Every level's vectors taken apart, and with `path` what comes out of them, level after level: words first.
 
   weights: f32[B, U] a level, of its rows' own vectors. A unit decoded from above has its origin's weight.
+  recalled: what is read where sentences are taken apart, or None. rngs: of dropout, None without.
   """
   out = [None] * len(levels)
   above = []           # parts from above: (vectors [B, R, D], row i32[B, R], weight f32[B, R], origin)
@@ -98,8 +114,11 @@ def down(net, params, levels: list[Rows], vectors: list[jax.Array], weights: lis
     parts = [own, *above]
     x, row, weight = (jnp.concatenate([p[i] for p in parts], 1) for i in range(3))
     decoded = net.apply(params, level, x, rngs is not None, method='down', rngs=rngs)
-    out[level] = Down(decoded.units, decoded.length, row, weight, tuple(p[3] for p in parts),
-                      tuple(p[0].shape[1] for p in parts))
+    units, gate = decoded.units, None
+    if recalled is not None and level == 1:
+      units, gate = net.apply(params, units, taken(recalled.memory, row), taken(recalled.there, row), method='recall')
+    out[level] = Down(units, decoded.length, row, weight, tuple(p[3] for p in parts),
+                      tuple(p[0].shape[1] for p in parts), gate)
     if path and level:
       ids = taken(found.ids, row)                                       # [B, R, L]
       unit = ids >= FIRST
@@ -107,7 +126,7 @@ def down(net, params, levels: list[Rows], vectors: list[jax.Array], weights: lis
       start, above = 0, []
       for _, _, w, origin in parts:
         piece = slice(start, start + w.shape[1])
-        above.append((decoded.units[:, piece].reshape(batch, -1, decoded.units.shape[-1]),
+        above.append((units[:, piece].reshape(batch, -1, units.shape[-1]),
                       child[:, piece].reshape(batch, -1), own_weight[:, piece].reshape(batch, -1), origin))
         start = piece.stop
   return out
@@ -131,16 +150,19 @@ class Spelt(NamedTuple):
   bytes: jax.Array           # i32[N, P_0, L_0]: 0 to 255
 
 
-def unfold(net, params, level, vectors) -> Unfolded:
-  """Vectors f32[N, d_(l+1)] of level l, taken apart."""
+def unfold(net, params, level, vectors, recalled: Remembered | None = None) -> Unfolded:
+  """Vectors f32[N, d_(l+1)] of level l, taken apart; sentences, l = 1, with a memory, f32[N, Q, d_1] and bool[N]."""
   places, ends = [], []
   x = vectors[:, None]
   for k in range(level, -1, -1):
     decoded = net.apply(params, k, x, method='down')
+    units = decoded.units
+    if recalled is not None and level == k == 1:
+      units, _ = net.apply(params, units, recalled.memory[:, None], recalled.there[:, None], method='recall')
     places.append(decoded.length)
-    ends.append(net.apply(params, k, decoded.units, method='ended'))
-    x = decoded.units.reshape(len(vectors), -1, decoded.units.shape[-1])
-  return Unfolded(places[::-1], ends[::-1], net.apply(params, decoded.units, method='spelt'))
+    ends.append(net.apply(params, k, units, method='ended'))
+    x = units.reshape(len(vectors), -1, units.shape[-1])
+  return Unfolded(places[::-1], ends[::-1], net.apply(params, units, method='spelt'))
 
 
 def likeliest(found: Unfolded) -> Spelt:

@@ -9,11 +9,13 @@ from lab.task import ConfigError
 CHOICES = {
     'model.decompressor': ('slots', 'lstm'), 'model.compressor': ('attention', 'max'),
     'model.dtype': ('float32', 'bfloat16'),
-    'predict.verb': ('rebuild', 'encode', 'neighbours', 'interpolate', 'decode'),
+    'predict.verb': ('rebuild', 'encode', 'neighbours', 'interpolate', 'decode', 'generate'),
 }
-LEAST = {'model.heads': 1, 'model.layers': 1, 'model.hidden': 1, 'model.checker': 1, 'predict.steps': 2,
-         'predict.nearest': 1, **{f'loss.{name}': 0 for name in (
-             'reconstruct', 'length', 'difference', 'masked', 'coherence', 'path', 'unify')}}
+LEAST = {
+    **{f'model.{name}': 1 for name in ('heads', 'layers', 'repeats', 'hidden', 'checker')}, 'model.noise': 0,
+    'model.questions': 0, 'predict.steps': 2, 'predict.nearest': 1,
+    **{f'loss.{name}': 0 for name in ('reconstruct', 'length', 'difference', 'masked', 'coherence', 'gate', 'path',
+                                      'unify')}}
 
 
 def check(config) -> None:
@@ -39,12 +41,16 @@ def check(config) -> None:
   if wrong := [w for w in m.widths[:-1] if w % m.heads]:
     raise ConfigError(f'config.model.widths = {m.widths}: expected multiples of model.heads = {m.heads}, which '
                       f'{wrong[0]} is not')
+  if config.predict.verb == 'generate' and not m.noise:
+    raise ConfigError("config.predict.verb = 'generate': there is no generator with model.noise = 0; expected more")
   _unread(flat, len(data.rows))
 
 
 def _unread(flat, levels) -> None:
   default = flatten(shape.get_config())
   for key, read, why in (
+      ('model.questions', levels > 1, 'there are no sentences'),
+      ('loss.gate', flat['model.questions'], 'model.questions = 0'),
       ('loss.path', levels > 1, 'there is one level'),
       ('loss.difference', levels > 1, 'there is one level'),
       ('predict.steps', flat['predict.verb'] == 'interpolate', f'predict.verb = {flat["predict.verb"]}'),

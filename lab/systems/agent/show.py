@@ -20,6 +20,7 @@ def text(last, cont, spelt, level) -> bytes:
 
 
 def _found(outputs, i, level, n) -> bytes:
+  """Text n of a level of pack i; see predict.py for the outputs."""
   last, cont = ([outputs[f'{name}_{level}_{k}'][i, n] for k in range(level + 1)] for name in ('last', 'cont'))
   return text(last, cont, outputs[f'bytes_{level}'][i, n], level)
 
@@ -38,14 +39,44 @@ def readable(data: bytes) -> str:
 
 
 def records(config, outputs, batch):
-  """A record a pack: of each level what the checker said of the rows there are, and the truth."""
+  """A record a pack: of an evaluation what the scores are made of, else what the verb asks for."""
+  levels = range(len(config.data.rows))
   for i in range(len(batch['mask'])):
+    if 'name' in batch:
+      yield {'name': batch['name'][i], **_predicted(config, outputs, batch, i)}
+      continue
     record = {}
-    for level in range(len(config.data.rows)):
+    for level in levels:
       there = batch[f'counts_{level}'][i] > 0
       record[f'share_{level}'], record[f'replaced_{level}'] = (
           [round(float(x), 4) for x in outputs[f'{name}_{level}'][i][there]] for name in ('share', 'replaced'))
     yield record
+
+
+def _predicted(config, outputs, batch, i):
+  """What a verb found of one item, JSON-able; texts are told as `readable`."""
+  verb, names = config.predict.verb, [f'{name}s' for name in trees.LEVELS]
+  if verb in ('decode', 'generate'):
+    level = batch['at'][i] if verb == 'decode' else len(config.data.rows) - 1
+    return {'text': readable(_found(outputs, i, level, 0))}
+  if verb == 'interpolate':
+    level = min(1, len(config.data.rows) - 1)
+    return {'texts': [readable(_found(outputs, i, level, n)) for n in range(config.predict.steps)]}
+  record = {}
+  for level in range(len(config.data.rows) - 1, -1, -1):
+    truth = _true(batch, i, level)
+    told = [readable(t) for t in truth]
+    if verb == 'encode':
+      nodes = [{'text': t, 'vector': [round(float(x), 6) for x in v]}
+               for t, v in zip(told, outputs[f'vector_{level}'][i])]
+    elif verb == 'neighbours':
+      nodes = [{'text': t, 'near': [{'text': told[n], 'cosine': round(float(c), 4)} for n, c in zip(*near) if n >= 0]}
+               for t, *near in zip(told, outputs[f'near_{level}'][i], outputs[f'likeness_{level}'][i])]
+    else:
+      found = [_found(outputs, i, level, n) for n in range(len(truth))]
+      nodes = [{'text': t, 'rebuilt': readable(f), 'exact': f == w} for t, w, f in zip(told, truth, found)]
+    record[names[level]] = nodes
+  return record
 
 
 def score(config, found):
@@ -74,14 +105,21 @@ def auc(scores: np.ndarray, labels: np.ndarray) -> float | None:
 
 
 def picture(config, outputs, batch):
-  """name -> text: a few nodes of each level beside what their vectors say."""
-  drawn = {}
+  """name -> text: nodes of each level beside what their vectors say, of an evaluation a few; or the way between two."""
+  drawn, verb = {}, config.predict.verb if 'name' in batch else 'rebuild'
   for i in range(len(batch['mask'])):
-    lines = []
-    for level in range(len(config.data.rows) - 1, -1, -1):
-      lines.append(trees.LEVELS[level].upper())
-      for n, truth in enumerate(_true(batch, i, level)[:SHOWN]):
-        said = _found(outputs, i, level, n)
-        lines += [f'  text    {readable(truth)}', f'  vector  {readable(said) if said != truth else "(the same)"}']
-    drawn[f'{i:06d}'] = '\n'.join(lines)
+    if verb == 'rebuild':
+      drawn[f'{i:06d}'] = '\n'.join(_beside(config, outputs, batch, i, None if 'name' in batch else SHOWN))
+    elif verb in ('interpolate', 'decode', 'generate'):
+      found = _predicted(config, outputs, batch, i)
+      drawn[f'{i:06d}'] = '\n'.join(found.get('texts', []) or [found['text']])
   return drawn
+
+
+def _beside(config, outputs, batch, i, most):
+  for level in range(len(config.data.rows) - 1, -1, -1):
+    yield trees.LEVELS[level].upper()
+    for n, truth in enumerate(_true(batch, i, level)[:most]):
+      said = _found(outputs, i, level, n)
+      yield f'  text    {readable(truth)}'
+      yield f'  vector  {readable(said) if said != truth else "(the same)"}'

@@ -164,5 +164,25 @@ def test_unfolding_follows_the_path_of_the_loss(found):
   np.testing.assert_allclose(np.asarray(out.ends[0].reshape(-1, 8, 2))[there],
                              np.asarray(logits)[there][..., packs.END:packs.CONT + 1], rtol=1e-4, atol=1e-4)
   got = passes.likeliest(out)
+  downs = [d._replace(parts=tuple(map(int, d.parts))) for d in downs]       # numbers became arrays on their way out
+  fused = jax.jit(lambda p: passes.read(net, p, downs))(params)[2]
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(fused)):
+    assert (a == b[0]).all()
   assert [x.shape for x in got.last] == [x.shape[:2] for x in out.places]
   assert [int(x.max()) < n for x, n in zip(got.last, lengths)] == [True] * 3
+
+
+def test_a_changed_word_that_is_another_word_is_known():
+  end = packs.END
+  ids = jnp.array([[[7, 8, end], [7, 9, end], [9, end, 0], [0, 0, 0]]])
+  rows = passes.Rows(ids, jnp.array([[1.0, 1, 1, 0]]))
+  changed = jnp.array([[[7, 9, end], [7, 7, end], [9, end, 0], [0, 0, 0]]])      # another's, no one's, its own, nothing
+  assert objectives.known(changed, rows).tolist() == [[True, False, False, False]]
+
+
+def test_the_checker_learns_nothing_from_what_it_says_of_decoded_units(found):
+  _, net, params, levels, _, downs = found
+  loss = lambda p, x: objectives.plausible(net, p, 1, x).sum()
+  slopes, of_units = jax.jit(jax.grad(loss, (0, 1)))(params, downs[1].units[:, :8])
+  assert all(not np.asarray(x).any() for x in jax.tree.leaves(slopes))
+  assert np.abs(np.asarray(of_units)).max() > 0

@@ -28,7 +28,8 @@ def numbered(config):
     ('model.widths', (16, 16, 16), 'expected 4'), ('model.widths', (16, 15, 16, 32), 'multiples of model.heads = 2'),
     ('model.compressor', 'mean', 'attention'), ('model.dropout', 1.0, 'less than 1'), ('loss.path', -1.0, 'at least 0'),
     ('model.repeats', 0, 'at least 1'), ('predict.verb', 'guess', 'rebuild'), ('predict.steps', 4, 'nothing reads it'),
-    ('predict.verb', 'generate', 'no generator'), ('predict.nearest', 9, 'nothing reads it')])
+    ('predict.verb', 'generate', 'no generator'), ('loss.levels', (1.0, 2.0), 'expected 3 numbers'),
+     ('predict.nearest', 9, 'nothing reads it')])
 def test_settings_that_do_not_fit_are_refused(key, value, told):
   config = made()
   config.unlock()
@@ -141,3 +142,16 @@ def test_every_large_array_has_a_rule(variant):
 
 def test_readable_text_is_one_line():
   assert show.readable(b'a\nb\x00\xff\xc3\xa9') == 'a\\nb\\x00\\xffé'
+
+
+def test_levels_have_a_factor_of_their_own():
+  rows = numbered(made())
+  terms = {}
+  for levels in ((), (1.0, 0.0, 2.0)):
+    built = task.make_task(made(**{'loss.levels': levels, 'loss.plausible': 0.5}))
+    params, _ = jax.jit(lambda key: built.init(key, None))(jax.random.key(0))
+    terms[levels] = jax.device_get(jax.jit(built.loss)(params, {}, rows, jax.random.key(0), 0))[0]
+  plain, scaled = terms.values()
+  assert scaled.keys() == {k for k in plain if k.split('_')[1] != '1'} and 'plausible_2' in scaled
+  for name in scaled:
+    assert scaled[name][0] == pytest.approx(plain[name][0] * (2 if name.split('_')[1] == '2' else 1), rel=1e-5)

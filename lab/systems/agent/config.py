@@ -38,7 +38,9 @@ def get_config() -> ConfigDict:
       'difference': 0.05,        # of decoded vectors to those that they stand for
       'masked': 0.1,             # cross-entropy of a hidden unit
       'coherence': 0.1,          # squared error of the share of replaced units
+      'plausible': 0.0,          # squared share of replaced units that a decoded unit's checker sees in it
       'gate': 0.001,             # with a memory: how wide it stands open
+      'levels': (),              # factor of all losses of each level, 0 to K; (): 1
       'path': 1.0,               # factor of reconstruct and length for nodes decoded from above; 0: none are
       'unify': 4.4,              # nats that the cross-entropy of V classes is scaled to, times 1 / ln V; 0: as it is
   })

@@ -112,6 +112,29 @@ def coherence(share, logit, wanted):
   return jnp.square(share - wanted) + 0.01 * sure
 
 
+def known(changed, rows):
+  """Which altered words i32[B, R, L] are another word of the pack: bool[B, R]. Nobody could tell that they are wrong.
+
+  By a hash of 32 bits: one pair of words in four thousand millions is taken for the same.
+  """
+  # odd multipliers of a congruential generator (Steele and Vigna 2022, arXiv 2001.05304), one a place
+  factors = jnp.asarray(np.cumprod(np.full(changed.shape[-1], 0x915f77f5, np.uint64)).astype(np.uint32) | 1)
+  code = lambda ids: ((ids.astype(jnp.uint32) + 1) * factors.reshape(1, 1, -1)).sum(-1)
+  here = (code(changed)[:, :, None] == code(rows.ids)[:, None]) & rows.valid[:, None]
+  return here.any(-1) & (changed != rows.ids).any(-1)
+
+
+def plausible(net, params, level, units):
+  """What the checker of the level below says of decoded units, f32[B, R, L, d_l], where nothing should be wrong.
+
+  The checker learns nothing of it: the squared share and a hundredth of the cross-entropy, f32[B, R, L].
+  """
+  frozen = {'params': {k: jax.lax.stop_gradient(v) if k == f'levels_{level - 1}' else v
+                       for k, v in params['params'].items()}}
+  share, logit = net.apply(frozen, level - 1, units, method='check')
+  return coherence(share, logit, jnp.zeros_like(share))
+
+
 def total(values, weight):
   """(sum, weight) of nodes f32[B, R]; what has no weight may be anything."""
   return jnp.where(weight > 0, values * weight, 0).sum(), weight.sum()
@@ -133,6 +156,7 @@ def losses_of(net, params, levels, ups, downs, odd, config):
 
   def add(name, pair, weight):
     raw[name] = pair
+    weight *= o.levels[level] if o.levels else 1
     if weight:
       terms[name] = (pair[0] * weight, pair[1])
   for level, (found, high, low) in enumerate(zip(levels, ups, downs)):
@@ -162,7 +186,11 @@ def losses_of(net, params, levels, ups, downs, odd, config):
     guess = net.apply(params, level, at, high.table, high.extra, method='guess')
     add(f'masked_{level}', total(kappa * losses.cross_entropy(guess, wanted), weight), o.masked)
     judged = net.apply(params, level, high.others[:, count:], method='check')
-    add(f'coherence_{level}', total(coherence(*judged, odd[level].share), weight), o.coherence)
+    sound = weight if level else weight * ~known(odd[level].changed, found)
+    add(f'coherence_{level}', total(coherence(*judged, odd[level].share), sound), o.coherence)
+    if level and o.plausible:
+      seems = plausible(net, params, level, low.units[:, own])
+      add(f'plausible_{level}', total(mean(seems, found.real & (found.ids >= FIRST)), weight), o.plausible)
   return terms, raw
 
 

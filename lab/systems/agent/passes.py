@@ -165,6 +165,29 @@ def unfold(net, params, level, vectors, recalled: Remembered | None = None) -> U
   return Unfolded(places[::-1], ends[::-1], net.apply(params, units, method='spelt'))
 
 
+def read(net, params, downs: list[Down]) -> list[Spelt]:
+  """The likeliest text of every row of each level, from its vector alone: leaves [B, U, ...].
+
+  downs: of `down` with `path`, in which all places are decoded, whatever the text has there.
+  """
+  last = [low.length.argmax(-1).astype(jnp.int32) for low in downs]
+  cont = []
+  for level, (low, n) in enumerate(zip(downs, last)):
+    ends = net.apply(params, level, low.units, method='ended')
+    cont.append(jnp.take_along_axis(ends, n[..., None, None], 2)[:, :, 0].argmax(-1) == 1)
+  letters = net.apply(params, downs[0].units, method='spelt').argmax(-1).astype(jnp.int32)
+  out = []
+  for level, high in enumerate(downs):
+    count = high.parts[0]
+
+    def of(k, x):
+      start = sum(downs[k].parts[:level - k])
+      return x[:, start:start + downs[k].parts[level - k]].reshape(len(x), count, -1, *x.shape[2:])
+    out.append(Spelt([of(k, last[k]) for k in range(level + 1)], [of(k, cont[k]) for k in range(level + 1)],
+                     of(0, letters)))
+  return out
+
+
 def likeliest(found: Unfolded) -> Spelt:
   """The likeliest of everything."""
   last = [x.argmax(-1).astype(jnp.int32) for x in found.places]

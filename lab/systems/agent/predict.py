@@ -53,8 +53,8 @@ def _rebuilt(config, net, variables, levels, ups, batch):
   """Texts of all rows; sentences with what others of their document hold, where the model has a memory."""
   held = (passes.remembered(net, variables, levels[1], batch['documents_1'], ups[1]) if config.model.questions
           else None)
-  return _texts({level: unfolded(net, variables, level, u.vectors, held if level == 1 else None)
-                 for level, u in enumerate(ups)})
+  downs = passes.down(net, variables, levels, [u.vectors for u in ups], [x.counts for x in levels], True, held)
+  return _texts(dict(enumerate(passes.read(net, variables, downs))))
 
 
 def unfolded(net, variables, level, vectors, recalled: passes.Remembered | None = None) -> passes.Spelt:

@@ -14,8 +14,8 @@ CHOICES = {
 LEAST = {
     **{f'model.{name}': 1 for name in ('heads', 'layers', 'repeats', 'hidden', 'checker')}, 'model.noise': 0,
     'model.questions': 0, 'predict.steps': 2, 'predict.nearest': 1,
-    **{f'loss.{name}': 0 for name in ('reconstruct', 'length', 'difference', 'masked', 'coherence', 'gate', 'path',
-                                      'unify')}}
+    **{f'loss.{name}': 0 for name in ('reconstruct', 'length', 'difference', 'masked', 'coherence', 'plausible', 'gate',
+                                      'path', 'unify')}}
 
 
 def check(config) -> None:
@@ -31,6 +31,9 @@ def check(config) -> None:
   if not 1 <= len(data.rows) <= len(trees.LEVELS):
     raise ConfigError(f'config.data.rows = {data.rows}: expected 1 to {len(trees.LEVELS)} levels, '
                       f'{", ".join(trees.LEVELS)}')
+  if config.loss.levels and (len(config.loss.levels) != len(data.rows) or min(config.loss.levels) < 0):
+    raise ConfigError(f'config.loss.levels = {config.loss.levels}: expected {len(data.rows)} numbers of at least 0, '
+                      'one a level, or none')
   try:
     packs.Packer(data.rows, data.lengths)
   except ValueError as e:
@@ -53,6 +56,7 @@ def _unread(flat, levels) -> None:
       ('loss.gate', flat['model.questions'], 'model.questions = 0'),
       ('loss.path', levels > 1, 'there is one level'),
       ('loss.difference', levels > 1, 'there is one level'),
+      ('loss.plausible', levels > 1, 'there is one level'),
       ('predict.steps', flat['predict.verb'] == 'interpolate', f'predict.verb = {flat["predict.verb"]}'),
       ('predict.nearest', flat['predict.verb'] == 'neighbours', f'predict.verb = {flat["predict.verb"]}')):
     if not read and flat[key] != default[key]:

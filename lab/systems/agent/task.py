@@ -30,7 +30,7 @@ def make_task(config) -> Task:
 
   def loss(params, stats, batch, key, step):
     del step
-    made = passed(config, net, {'params': params}, batch, {'dropout': key})
+    made = passed(config, net, {'params': params}, batch, config.loss.path > 0, {'dropout': key})
     return made.terms, (stats, made.raw)
 
   return Task(init=init, loss=loss, measure=functools.partial(measure, config, net),
@@ -51,8 +51,8 @@ class Passed(NamedTuple):
   raw: Sums              # the terms without their weights, and those of weight 0
 
 
-def passed(config, net, variables, batch, rngs=None) -> Passed:
-  """Both ways and all losses of a batch. rngs: of dropout, None without."""
+def passed(config, net, variables, batch, path: bool, rngs=None) -> Passed:
+  """Both ways and all losses of a batch; with `path` also from above. rngs: of dropout, None without."""
   levels = [passes.rows(batch, level) for level in range(len(config.data.rows))]
   odd = objectives.altered(levels, batch['number'])
   ups = passes.up(net, variables, levels, [jnp.concatenate([x.seen, x.changed], 1) for x in odd], rngs)
@@ -61,7 +61,7 @@ def passed(config, net, variables, batch, rngs=None) -> Passed:
     recalled = passes.remembered(net, variables, levels[1], batch['documents_1'], ups[1])
   # common words would drown the others, and seldom ones are needed most
   weights = [jnp.sqrt(x.counts) if not level else x.valid.astype(jnp.float32) for level, x in enumerate(levels)]
-  downs = passes.down(net, variables, levels, [u.vectors for u in ups], weights, config.loss.path > 0, recalled, rngs)
+  downs = passes.down(net, variables, levels, [u.vectors for u in ups], weights, path, recalled, rngs)
   terms, raw = objectives.losses_of(net, variables, levels, ups, downs, odd, config)
   if config.model.noise:
     top = ups[-1].vectors
@@ -76,11 +76,11 @@ def measure(config, net, params, stats, batch):
   """Sums of all losses, and of how much of the text comes back."""
   del stats
   variables = {'params': params}
-  made = passed(config, net, variables, batch)
+  made = passed(config, net, variables, batch, True)
   sums = made.raw | {TERM + name: pair for name, pair in made.terms.items()}
+  texts = passes.read(net, variables, made.downs)
   for level, (x, u, d) in enumerate(zip(made.levels, made.ups, made.downs)):
-    held = made.recalled if level == 1 else None
-    sums |= scores.rebuilt(made.levels, level, predict.unfolded(net, variables, level, u.vectors, held))
+    sums |= scores.rebuilt(made.levels, level, texts[level])
     if level:
       own = slice(0, d.parts[0])
       logits = net.apply(variables, level, d.units[:, own], u.table, u.extra, method='logits')

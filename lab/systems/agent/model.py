@@ -219,7 +219,8 @@ class Compressor(nn.Module):
       x = nn.Dense(self.above, dtype=self.dtype)(states)
       x = jnp.where(real[..., None], x, NEVER).max(1)
       return nn.Dense(self.above, dtype=jnp.float32)(nn.gelu(x))
-    scores = nn.Dense(MEANS, dtype=jnp.float32)(states)                                  # [R, L, Q]
+    # a bias would be the same for all places, and softmax does not see that
+    scores = nn.Dense(MEANS, use_bias=False, dtype=jnp.float32)(states)                  # [R, L, Q]
     weights = jnp.where(real[..., None], jax.nn.softmax(jnp.where(real[..., None], scores, NEVER), 1), 0)
     pooled = jnp.einsum('rlq,rld->rqd', weights.astype(states.dtype), states).reshape(rows, MEANS * width)
     return nn.Dense(self.above, dtype=jnp.float32)(pooled)

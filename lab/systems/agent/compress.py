@@ -7,16 +7,15 @@ See codec.py for the file and for what its bits are spent on.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 
-import jax
-import numpy as np
 from data_pipelines import DataError
 
-from lab import config as configs, task as tasks, train
-from lab.checkpoint import digest
+from lab.checkpoint import Checkpoints, digest
+from lab.config import of_run
 from lab.systems.agent import model
 from lab.systems.agent.codec import MOST, Codec
 from lab.task import ConfigError
@@ -35,16 +34,23 @@ def _arguments(argv):
 
 
 def _run(args) -> dict:
-  config = configs.of_run(args.workdir)
+  config = of_run(args.workdir)
   if config.task != 'lab.systems.agent.task':
     raise ConfigError(f'--workdir={args.workdir}: a run of {config.task}; expected one of lab.systems.agent.task')
   with open(args.source, 'rb') as f:
     data = f.read(MOST + 1)
-  spec = {'mask': jax.ShapeDtypeStruct((1,), np.float32)}
-  with train.restored(tasks.load(config), config, args.workdir, args.checkpoint, spec) as (_, step, params, _):
-    codec = Codec(model.make(config), {'params': params}, config, digest(params))
-    found = codec.encode(data) if args.verb == 'pack' else codec.decode(data)
-    report = codec.report(found if args.verb == 'pack' else data)
+  with contextlib.closing(Checkpoints(args.workdir)) as checkpoints:
+    step = checkpoints.find(args.checkpoint)
+    params = {}
+    for path, array in checkpoints.arrays(step).items():
+      *folders, name = path.split('/')
+      inside = params
+      for folder in folders:
+        inside = inside.setdefault(folder, {})
+      inside[name] = array
+  codec = Codec(model.make(config), {'params': params}, config, digest(params))
+  found = codec.encode(data) if args.verb == 'pack' else codec.decode(data)
+  report = codec.report(found if args.verb == 'pack' else data)
   with open(args.to + '.new', 'wb') as f:
     f.write(found)
   os.replace(args.to + '.new', args.to)

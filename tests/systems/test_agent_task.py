@@ -155,3 +155,14 @@ def test_levels_have_a_factor_of_their_own():
   assert scaled.keys() == {k for k in plain if k.split('_')[1] != '1'} and 'plausible_2' in scaled
   for name in scaled:
     assert scaled[name][0] == pytest.approx(plain[name][0] * (2 if name.split('_')[1] == '2' else 1), rel=1e-5)
+
+
+def test_a_memory_is_read_trained_and_scored():
+  config = made(**{'model.questions': 4})
+  built, rows = task.make_task(config), numbered(config)
+  params = jax.eval_shape(lambda: built.init(jax.random.key(0), rows)[0])
+  terms, _ = jax.eval_shape(built.loss, params, {}, rows, jax.random.key(0), 0)
+  sums = jax.eval_shape(built.measure, params, {}, rows)
+  assert 'gate' in terms and 'gate' in sums
+  assert {f'names_in_sentences{tail}' for tail in ('', '_without_memory', '_other_memory')} <= sums.keys()
+  assert 'bytes_1' in jax.eval_shape(built.predict, params, {}, rows, jax.random.key(0))

@@ -116,7 +116,8 @@ def down(net, params, levels: list[Rows], vectors: list[jax.Array], weights: lis
     decoded = net.apply(params, level, x, rngs is not None, method='down', rngs=rngs)
     units, gate = decoded.units, None
     if recalled is not None and level == 1:
-      units, gate = net.apply(params, units, taken(recalled.memory, row), taken(recalled.there, row), method='recall')
+      there = jnp.take_along_axis(recalled.there, row, 1)
+      units, gate = net.apply(params, units, taken(recalled.memory, row), there, method='recall')
     out[level] = Down(units, decoded.length, row, weight, tuple(p[3] for p in parts),
                       tuple(p[0].shape[1] for p in parts), gate)
     if path and level:

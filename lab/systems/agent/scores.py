@@ -30,7 +30,8 @@ def recalled(net, variables, levels, documents, vectors, found: passes.Remembere
   """
   truth = jax.vmap(lambda rows: passes.spelt(rows, 1))(levels[:2])
   ids, named = levels[1].ids, names(levels, documents)
-  name = passes.taken(named, jnp.where(ids >= FIRST, ids - FIRST, 0)) & (ids >= FIRST)        # [B, U, L]
+  word = jnp.where(ids >= FIRST, ids - FIRST, 0)
+  name = jnp.take_along_axis(named, word.reshape(len(ids), -1), 1).reshape(ids.shape) & (ids >= FIRST)     # [B, U, L]
   other = memory.shuffled(found.memory, found.there, keys, documents)
   sums = {}
   for tail, held in (('', found), ('_without_memory', None), ('_other_memory', found._replace(memory=other))):

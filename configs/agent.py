@@ -7,7 +7,8 @@
   launch/run.sh --config=configs/agent.py:full --workdir=runs/agent-full --config.data.dir=data/books
       books, for an accelerator
 
-  python -m data_pipelines.prepare books --raw_dir=BOOKS --out_dir=data/books --rows=1536,384,96 --lengths=16,24,12
+  python -m data_pipelines.prepare books --raw_dir=BOOKS --out_dir=data/books --rows=1536,384,96 \\
+      --lengths=16,24,12 --nodes=6144,384
 """
 
 from ml_collections import ConfigDict
@@ -29,16 +30,16 @@ def get_config(variant: str = '') -> ConfigDict:
   config.input.update({'batch_size': 1, 'eval_batch_size': 8})
   config.log_steps, config.eval_steps, config.checkpoint.steps = 50, 500, 500
   if variant == 'smoke':
-    config.data.update({'rows': (64, 12), 'lengths': (12, 12)})      # two levels compile sooner than three
+    config.data.update({'rows': (64, 12), 'lengths': (12, 12), 'nodes': (96,)})    # two levels compile sooner
     config.model.update({'widths': (16, 16, 16), 'heads': 2})
     config.optim.update({'learning_rate': 1e-2, 'warmup_steps': 0})
     config.total_steps, config.log_steps, config.eval_steps, config.checkpoint.steps = 12, 1, 4, 4
     config.input.update({'batch_size': 4, 'eval_batch_size': 64})
   if variant == 'books':
-    config.data.update({'dir': 'sample', 'rows': (224, 48, 16), 'lengths': (12, 20, 8)})
+    config.data.update({'dir': 'sample', 'rows': (224, 48, 16), 'lengths': (12, 20, 8), 'nodes': (640, 48)})
     config.model.update({'widths': (32, 64, 128, 192)})
   if variant == 'full':
-    config.data.update({'rows': (1536, 384, 96), 'lengths': (16, 24, 12)})
+    config.data.update({'rows': (1536, 384, 96), 'lengths': (16, 24, 12), 'nodes': (6144, 384)})
     config.model.update({'widths': (128, 256, 512, 768), 'heads': 8, 'layers': 2, 'dtype': 'bfloat16'})
     config.optim.update({'learning_rate': 1e-3, 'warmup_steps': 500})
     config.total_steps = 20_000

@@ -38,13 +38,14 @@ def builder(name: str = NAME):
 
 
 def prepare(raw_dir: str, out_dir: str, *, shards: int = 64, rows: Sequence[int] = (160, 32, 12),
-            lengths: Sequence[int] = (12, 12, 4), joined: bool = False, whole: bool = False, longest_word: int = 200,
-            most_control: float = 0.01, outliers: str = 'drop') -> tuple[str, dict]:
+            lengths: Sequence[int] = (12, 12, 4), nodes: Sequence[int] = (), joined: bool = False, whole: bool = False,
+            longest_word: int = 200, most_control: float = 0.01, outliers: str = 'drop') -> tuple[str, dict]:
   """Writes the texts of a file or folder as packs: (prepared folder, report), or DataError naming file and line.
 
   Args:
     rows: U_l, rows of a pack of each level, 0 (words) to K, at most 4 (books).
     lengths: L_l, units of such a row with its terminator.
+    nodes: N_l, nodes of each level but K in the rows of any level above; () as many as fit. See packs.Packer.
     joined: neighbours share a row where they fit; see packs.rows.
     whole: a book is one writing; its chapters are, otherwise.
     longest_word: bytes between white space, at most; a writing with more in a row is an outlier.
@@ -56,8 +57,8 @@ def prepare(raw_dir: str, out_dir: str, *, shards: int = 64, rows: Sequence[int]
   found, others = books_raw.files(raw_dir)
   top = raw_dir if os.path.isdir(raw_dir) else os.path.dirname(raw_dir)
   options = {'files': {os.path.relpath(p, top): prepared.sha256(p) for p in found}, 'rows': list(rows),
-             'lengths': list(lengths), 'joined': joined, 'whole': whole, 'longest_word': longest_word,
-             'most_control': most_control, 'outliers': outliers, 'shards': shards}
+             'lengths': list(lengths), 'nodes': list(nodes), 'joined': joined, 'whole': whole,
+             'longest_word': longest_word, 'most_control': most_control, 'outliers': outliers, 'shards': shards}
   report = {'empty': 0, 'duplicates': 0, 'outliers': {k: {'count': 0, 'names': []} for k in ('long_word', 'control')},
             'other_files': [os.path.relpath(p, top) for p in others]}
   return _write(builder(), out_dir, _kept(raw_dir, options, report), options, report)
@@ -124,9 +125,9 @@ def _packer(options: Mapping) -> packs.Packer:
   try:
     if len(options['rows']) > len(trees.LEVELS):
       raise ValueError(f'{len(options["rows"])} levels; there are {len(trees.LEVELS)}: {", ".join(trees.LEVELS)}')
-    return packs.Packer(options['rows'], options['lengths'], options['joined'])
+    return packs.Packer(options['rows'], options['lengths'], options['joined'], options['nodes'])
   except ValueError as e:
-    raise DataError(f'--rows and --lengths: {e}') from None
+    raise DataError(f'--rows, --lengths and --nodes: {e}') from None
 
 
 class _Split:
@@ -158,6 +159,7 @@ class _Split:
     count = len(self.names)
     fill = self._used / (count * np.array(self.packer.most))
     return self.facts | {'distinct_words': len(self._words), 'packs': count, 'fill': fill.round(3).tolist(),
+                         'most_nodes': self.packer.largest,
                          'repeats': (self._counted / self._used).round(2).tolist()}
 
   def _put(self, pack: packs.Pack) -> None:
@@ -229,37 +231,38 @@ def _summary(sizes: list[collections.Counter]) -> dict:
 
 # prepared folders
 
-def sample(rows: Sequence[int], lengths: Sequence[int]) -> str:
+def sample(rows: Sequence[int], lengths: Sequence[int], nodes: Sequence[int] = ()) -> str:
   """The folder of the book that ships with the lab, Dracula, by chapters, in such packs; made on first use."""
-  return prepared.sample(SAMPLE, NAME, VERSION, prepare, rows=rows, lengths=lengths)
+  return prepared.sample(SAMPLE, NAME, VERSION, prepare, rows=rows, lengths=lengths, nodes=nodes)
 
 
-def templates(rows: Sequence[int], lengths: Sequence[int]) -> str:
+def templates(rows: Sequence[int], lengths: Sequence[int], nodes: Sequence[int] = ()) -> str:
   """The folder of made-up documents, for tests and tables: 3,000 for train, 150 for validation; made on first use.
 
   They are those of templates.py, of seeds 0 and 1.
   """
-  return prepared.sample('', 'text_trees_templates', VERSION, _templates, rows=rows, lengths=lengths, train=3000,
-                         validation=150)
+  return prepared.sample('', 'text_trees_templates', VERSION, _templates, rows=rows, lengths=lengths, nodes=nodes,
+                         train=3000, validation=150)
 
 
-def _templates(raw_dir: str, out_dir: str, *, shards: int, rows: Sequence[int], lengths: Sequence[int], train: int,
-               validation: int) -> tuple[str, dict]:
+def _templates(raw_dir: str, out_dir: str, *, shards: int, rows: Sequence[int], lengths: Sequence[int],
+               nodes: Sequence[int], train: int, validation: int) -> tuple[str, dict]:
   del raw_dir                        # there is none
   counts = {'train': train, 'validation': validation}
   writings = (books_raw.Writing(f'{split}#{n}', text, split, 'templates', 1)
               for seed, (split, count) in enumerate(counts.items())
               for n, text in enumerate(made_up.documents(count, seed), 1))
-  options = {**counts, 'rows': list(rows), 'lengths': list(lengths), 'joined': False, 'shards': shards}
+  options = {**counts, 'rows': list(rows), 'lengths': list(lengths), 'nodes': list(nodes), 'joined': False,
+             'shards': shards}
   return _write(builder('text_trees_templates'), out_dir, writings, options, {})
 
 
-def _find(folder: str, rows: Sequence[int], lengths: Sequence[int]) -> str:
+def _find(folder: str, rows: Sequence[int], lengths: Sequence[int], nodes: Sequence[int]) -> str:
   if folder in ('templates', 'sample'):
-    return {'templates': templates, 'sample': sample}[folder](rows, lengths)
+    return {'templates': templates, 'sample': sample}[folder](rows, lengths, nodes)
   path = prepared.find(folder, NAME, VERSION)
   command = (f'`python -m data_pipelines.prepare books --raw_dir=TEXTS --out_dir=OUT --rows={_comma(rows)} '
-             f'--lengths={_comma(lengths)}`')
+             f'--lengths={_comma(lengths)}' + f' --nodes={_comma(nodes)}' * bool(nodes) + '`')
   if not path:
     raise DataError(f'{folder}: no packs of text there. Prepare them with {command}')
   found = prepared.manifest(path)
@@ -270,6 +273,10 @@ def _find(folder: str, rows: Sequence[int], lengths: Sequence[int]) -> str:
     raise DataError(f'{path}: packs of rows {_comma(there[0])} and lengths {_comma(there[1])}; wanted are rows '
                     f'{_comma(rows)} and lengths {_comma(lengths)}. Prepare such with {command}, or set those that are '
                     'there')
+  held = found['options'].get('nodes', [])
+  if nodes and (len(held) != len(nodes) or any(a > b for a, b in zip(held, nodes))):
+    raise DataError(f'{path}: packs of {"nodes " + _comma(held) if held else "any number of nodes"}; wanted are nodes '
+                    f'{_comma(nodes)}. Prepare such with {command}, or set data.nodes as those that are there, or ()')
   return path
 
 
@@ -277,7 +284,8 @@ def _comma(numbers: Iterable[int]) -> str:
   return ','.join(map(str, numbers))
 
 
-def source(folder: str, split: str, *, rows: Sequence[int], lengths: Sequence[int]) -> Source:
+def source(folder: str, split: str, *, rows: Sequence[int], lengths: Sequence[int],
+           nodes: Sequence[int] = ()) -> Source:
   """A split as the pipeline reads it, for each level l, 0 to K:
 
     ids_l        i32[U_l, L_l]   units, terminator, PAD
@@ -290,11 +298,12 @@ def source(folder: str, split: str, *, rows: Sequence[int], lengths: Sequence[in
     split: 'train', 'validation' or 'test'.
     rows: U_l of each level; those of the prepared data set.
     lengths: L_l.
+    nodes: N_l, the most that the prepared data set may have of each level but the highest; (): any.
 
   Raises:
     DataError: not prepared, no such split, or packs of other sizes.
   """
-  path = _find(folder, rows, lengths)
+  path = _find(folder, rows, lengths, nodes)
   found = prepared.manifest(path)
   if split not in found['splits']:
     raise DataError(f'{path}: no split {split!r}; there are {", ".join(sorted(found["splits"]))}')

@@ -92,19 +92,27 @@ class Packer:
     most: U_l, rows a level, 0 to K.
     lengths: L_l, units of a row with its terminator, 2 or more.
     joined: as for `rows`.
+    nodes: N_l, 0 to K - 1: all rows of any one level above l have together at most so many nodes of level l below them,
+      equal ones counted each time. (): as many as there may be.
+
+  Has `largest`: as nodes, the most that a pack had so far.
 
   ValueError where a pack might not hold one row of level K with all that is below it.
   """
 
-  def __init__(self, most: Sequence[int], lengths: Sequence[int], joined: bool = False):
+  def __init__(self, most: Sequence[int], lengths: Sequence[int], joined: bool = False, nodes: Sequence[int] = ()):
     if len(most) != len(lengths) or min(lengths) < 2:
       raise ValueError(f'rows {tuple(most)}, lengths {tuple(lengths)}: expected as many of both, and lengths of 2 or '
                        'more')
     self.most, self.lengths, self.joined, self.top = tuple(most), tuple(lengths), joined, len(most) - 1
+    if nodes and len(nodes) != self.top:
+      raise ValueError(f'nodes {tuple(nodes)}: expected {self.top}, one for each level but the highest, or none')
+    self.nodes, self.largest = tuple(nodes) or (float('inf'),) * self.top, [0] * self.top
     need = 1
     for level in range(self.top, -1, -1):
-      if most[level] < need:
-        raise ValueError(f'rows {tuple(most)}: level {level} needs at least {need} for lengths {tuple(lengths)}')
+      if most[level] < need or level < self.top and self.nodes[level] < need:
+        name, given = ('rows', most) if most[level] < need else ('nodes', nodes)
+        raise ValueError(f'{name} {tuple(given)}: level {level} needs at least {need} for lengths {tuple(lengths)}')
       need *= lengths[level] - 1
     self._clear()
 
@@ -123,6 +131,8 @@ class Packer:
   def _clear(self):
     self._found = [{} for _ in self.most]           # (document, ids, last) -> row number
     self._counts = [[] for _ in self.most]
+    self._below = [[] for _ in self.most]           # of each row, how many nodes of each level are below it
+    self._nodes = [np.zeros(level, np.int64) for level in range(len(self.most))]     # the sum over a level's rows
     self._documents = {}
 
   def _try(self, row, document) -> bool:
@@ -130,13 +140,15 @@ class Packer:
     journal, known = [], document in self._documents
     number = self._documents.setdefault(document, len(self._documents) + 1)
     self._place(row, self.top, number, journal)
-    if all(len(c) <= most for c, most in zip(self._counts, self.most)):
+    if (all(len(c) <= most for c, most in zip(self._counts, self.most))
+        and all(number <= most for found in self._nodes for number, most in zip(found, self.nodes))):
       return True
     for level, key in reversed(journal):
       at = self._found[level][key]
       self._counts[level][at] -= 1
       if not self._counts[level][at]:               # it was new, so it is the last one
         self._counts[level].pop()
+        self._nodes[level] -= self._below[level].pop()
         del self._found[level][key]
     if not known:
       del self._documents[document]
@@ -152,9 +164,18 @@ class Packer:
     at = self._found[level].setdefault(key, len(self._counts[level]))
     if at == len(self._counts[level]):
       self._counts[level].append(0)
+      self._below[level].append(self._inside(level, units))
+      self._nodes[level] += self._below[level][at]
     self._counts[level][at] += 1
     journal.append((level, key))
     return at
+
+  def _inside(self, level, units) -> np.ndarray:
+    """How many nodes of each level below, 0 first, are below a row of these units."""
+    if not level:
+      return np.zeros(0, np.int64)
+    children = [u - FIRST for u in units if u != JOIN]
+    return np.append(sum((self._below[level - 1][c] for c in children), np.zeros(level - 1, np.int64)), len(children))
 
   def _take(self) -> Pack:
     ids = [np.zeros((u, n), np.int32) for u, n in zip(self.most, self.lengths)]
@@ -164,6 +185,8 @@ class Packer:
         ids[level][at, :len(units)] = units
         ids[level][at, len(units)] = END if last else CONT
         counts[level][at], documents[level][at] = self._counts[level][at], document
+    self.largest = [max(most, *(int(found[level]) for found in self._nodes[level + 1:]))
+                    for level, most in enumerate(self.largest)]
     self._clear()
     return Pack(tuple(ids), tuple(counts), tuple(documents))
 

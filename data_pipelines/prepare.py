@@ -14,8 +14,8 @@
   python -m data_pipelines.prepare arc --raw_dir=FILE_OR_FOLDER --out_dir=OUT [--side=30] [--leaks=drop|keep|refuse]
                                        [--noinvariant]
   python -m data_pipelines.prepare books --raw_dir=FILE_OR_FOLDER --out_dir=OUT [--rows=160,32,12] [--lengths=12,12,4]
-                                         [--joined] [--whole] [--longest_word=200] [--most_control=0.01]
-                                         [--outliers=drop|keep]
+                                         [--nodes=224,32] [--joined] [--whole] [--longest_word=200]
+                                         [--most_control=0.01] [--outliers=drop|keep]
   python -m data_pipelines.prepare statistics FILE_OR_FOLDER       of the texts of books, to choose rows and lengths by
   python -m data_pipelines.prepare verify FOLDER        (or --dir=FOLDER)
 
@@ -62,8 +62,8 @@ DATASETS = {
     'cola': Dataset('data_pipelines.glue', ('tokenizer',), {'task': 'cola'}, tfds='glue/cola'),
     'sst2': Dataset('data_pipelines.glue', ('tokenizer',), {'task': 'sst2'}, tfds='glue/sst2'),
     'arc': Dataset('data_pipelines.arc', ('side', 'leaks', 'invariant'), file=True),
-    'books': Dataset('data_pipelines.books', ('rows', 'lengths', 'joined', 'whole', 'longest_word', 'most_control',
-                                              'outliers'), file=True),
+    'books': Dataset('data_pipelines.books', ('rows', 'lengths', 'nodes', 'joined', 'whole', 'longest_word',
+                                              'most_control', 'outliers'), file=True),
 }
 OPTIONS = sorted({o for d in DATASETS.values() for o in d.options})
 FLAGS = flags.FlagValues()
@@ -92,6 +92,8 @@ flags.DEFINE_boolean('invariant', True, 'Also find leaks with other colours, tur
 flags.DEFINE_list('rows', '160,32,12', 'Rows of a pack, for each level: words, sentences, paragraphs...',
                   flag_values=FLAGS)
 flags.DEFINE_list('lengths', '12,12,4', 'Units of a row with its terminator, for each level.', flag_values=FLAGS)
+flags.DEFINE_list('nodes', '', 'Nodes of each level but the highest in the rows of any level above, at most.',
+                  flag_values=FLAGS)
 flags.DEFINE_boolean('joined', False, 'Neighbours share a row where they fit.', flag_values=FLAGS)
 flags.DEFINE_boolean('whole', False, 'A book is one text, not its chapters.', flag_values=FLAGS)
 flags.DEFINE_integer('longest_word', 200, 'Bytes; a text with a longer one is an outlier.', lower_bound=1,
@@ -181,7 +183,7 @@ def _prepare(name: str, dataset: Dataset) -> tuple[str, dict]:
   file = dataset.file and os.path.isfile(FLAGS.raw_dir)
   if not os.path.isdir(FLAGS.raw_dir) and not file and FLAGS.raw_dir != dataset.tfds:
     raise DataError(f'--raw_dir={FLAGS.raw_dir}: no such {"file or " * dataset.file}folder')
-  options = {o: _integers(o) if o in ('rows', 'lengths') else FLAGS[o].value for o in dataset.options}
+  options = {o: _integers(o) if o in ('rows', 'lengths', 'nodes') else FLAGS[o].value for o in dataset.options}
   module = importlib.import_module(dataset.module)
   return module.prepare(FLAGS.raw_dir, FLAGS.out_dir, shards=FLAGS.shards, **dataset.given, **options)
 
@@ -189,12 +191,12 @@ def _prepare(name: str, dataset: Dataset) -> tuple[str, dict]:
 def _integers(option: str) -> list[int]:
   try:
     found = [int(word) for word in FLAGS[option].value]
-    if not found or min(found) < 1:
+    if not found and FLAGS[option].default or found and min(found) < 1:
       raise ValueError
     return found
   except ValueError:
     raise UsageError(f'--{option}={",".join(FLAGS[option].value)}: expected positive integers, such as '
-                     f'--{option}={",".join(FLAGS[option].default)}') from None
+                     f'--{option}={",".join(FLAGS[option].default or "224,32")}') from None
 
 
 def main(argv: list[str]) -> int:

@@ -67,6 +67,11 @@ def claim(workdir: str):
   return f
 
 
+# of what all devices hold, each would write a slice: for small arrays it takes longer to compile that than to write
+ocp.type_handlers.register_type_handler(
+    jax.Array, ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=1 << 20), override=True)
+
+
 @jax.jit
 def _sums(tree):
   """Two wrapping u32 sums of every array's bits, one of them weighted by position: exact on any sharding."""

@@ -305,6 +305,18 @@ def test_source_says_what_is_there(folder, tmp_path, monkeypatch):
     books.source(folder, 'train', **SIZES)
 
 
+def test_packs_may_hold_so_many_nodes(raw, folder, tmp_path):
+  made, report = books.prepare(raw, str(tmp_path), nodes=(20, 6), **SIZES)
+  most = [facts['most_nodes'] for facts in report['splits'].values()]
+  assert all(1 <= words <= 20 and 1 <= sentences <= 6 for words, sentences in most)
+  for nodes in (20, 6), (30, 6), ():
+    assert books.source(made, 'train', nodes=nodes, **SIZES).size == report['splits']['train']['packs']
+  for where, nodes, told in ((made, (19, 6), 'packs of nodes 20,6; wanted are nodes 19,6. Prepare such with .* '
+                              '--lengths=8,6,4 --nodes=19,6'), (folder, (20, 6), 'packs of any number of nodes')):
+    with pytest.raises(DataError, match=told):
+      books.source(where, 'train', nodes=nodes, **SIZES)
+
+
 def test_sample_and_templates(tmp_path, monkeypatch):
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
   sizes = {'rows': (160, 32, 12), 'lengths': (12, 12, 4)}
@@ -317,27 +329,8 @@ def test_sample_and_templates(tmp_path, monkeypatch):
   assert report['train']['writings'] == 3000 and report['validation']['writings'] == 150
   found = [t for pack, _ in records(made, 'validation', **sizes) for t in books.texts(pack.ids, pack.counts)]
   assert found == templates.documents(150, 1)
-  with pytest.raises(DataError, match='--rows and --lengths: rows .2, 1, 1.: level 1 needs at least 3'):
+  with pytest.raises(DataError, match='--rows, --lengths and --nodes: rows .2, 1, 1.: level 1 needs at least 3'):
     books.source('templates', 'train', rows=(2, 1, 1), lengths=(12, 12, 4))
-
-
-def test_made_up_documents():
-  found, other = templates.documents(3000, 0), templates.documents(150, 1)
-  assert found[:20] == templates.documents(20, 0) and not set(other) & set(found)
-  sentences = [[trees.join(s, 1).decode() for s in trees.nodes(d, 1)] for d in found]
-  assert {len(s) for s in sentences} == {2, 3} and {len(trees.nodes(d, 2)) for d in found} == {1}
-  sizes = [len(s.split(' ')) for d in sentences for s in d]
-  # a sentence has one of 12 lengths, of a variance of 1.25: the mean of 7,500 has a standard deviation of .013
-  assert set(sizes) == {5, 6, 7, 8, 9} and abs(np.mean(sizes) - 6.5) < .05
-  assert all(s[0].isupper() and s.count('.') == 1 and s.endswith('.') for d in sentences for s in d)
-  words = [[w.strip('.') for s in d for w in s.split()] for d in sentences]
-  assert 75 <= len({w for d in words for w in d if w.islower()}) <= 85
-  names = [[w for w in d if w[0].isupper()] for d in words]
-  assert max(len(set(n)) for n in names) == 3 and np.mean([len(n) / len(set(n)) for n in names]) > 1.9
-  known = {w for d in found for w in d.split(b' ')}
-  for seed in (1, 2, 3):
-    fresh = [w not in known for d in templates.documents(150, seed) for w in d.split(b' ')]
-    assert .11 < np.mean(fresh) < .17
 
 
 # statistics and the command line
@@ -364,9 +357,10 @@ def test_statistics(tmp_path, capsys):
 @pytest.mark.parametrize('flags, code, words', [
     (['--rows=24,x,4'], 2, '--rows=24,x,4: expected positive integers, such as --rows=160,32,12'),
     (['--rows=24,0,4'], 2, '--rows=24,0,4: expected'), (['--lengths='], 2, '--lengths=: expected'),
-    (['--lengths=8,6.5,4'], 2, '--lengths=8,6.5,4: expected'), (['--rows=24,8'], 3, '--rows and --lengths: rows (24'),
-    (['--rows=24,8,4,2,2,2', '--lengths=2,2,2,2,2,2'], 3, '--rows and --lengths: 6 levels; there are 5: word, sent'),
-    (['--lengths=8,1,4'], 3, '--rows and --lengths: rows'), (['--rows=5,5,4'], 3, 'level 0 needs at least 15'),
+    (['--lengths=8,6.5,4'], 2, '--lengths=8,6.5,4: expected'), (['--rows=24,8'], 3, '--lengths and --nodes: rows (24'),
+    (['--rows=24,8,4,2,2,2', '--lengths=2,2,2,2,2,2'], 3, '--lengths and --nodes: 6 levels; there are 5: word, sent'),
+    (['--lengths=8,1,4'], 3, '--nodes: rows'), (['--nodes=20,0'], 2, '--nodes=20,0: expected'),
+    (['--nodes=20'], 3, 'nodes (20,): expected 2'), (['--rows=5,5,4'], 3, 'level 0 needs at least 15'),
     (['--outliers=refuse'], 2, '--outliers=refuse'), (['--longest_word=0'], 2, '--longest_word=0'),
     (['--most_control=2'], 2, '--most_control=2'), (['--side=3'], 2, 'books takes no --side; it takes --rows, --len')])
 def test_options_that_cannot_be_are_named(raw, tmp_path, capsys, flags, code, words):

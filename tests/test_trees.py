@@ -106,6 +106,36 @@ def test_a_row_that_does_not_fit_leaves_no_trace():
   assert [r.units for r in packs.unpacked(rest)[0]] == [b'f', b'g', b'a']
 
 
+def below(pack, level):
+  """How many nodes of a level there are below the rows of each level above it, counted by what they hold."""
+  counts = np.ones(len(pack.ids[level]), int)
+  for ids in pack.ids[level + 1:]:
+    inside = ids >= packs.FIRST
+    counts = (counts[np.where(inside, ids - packs.FIRST, 0)] * inside).sum(1)
+    yield int(counts.sum())
+
+
+@pytest.mark.parametrize('text', [*ODD, MIX], ids=range(len(ODD) + 1))
+@pytest.mark.parametrize('joined', [False, True])
+def test_packs_hold_no_more_nodes_than_they_may(text, joined):
+  nodes = trees.nodes(text, 2)
+  free, bound = packs.Packer((40, 12, 4), (6, 5, 4), joined), packs.Packer((40, 12, 4), (6, 5, 4), joined, (12, 3))
+  for packer in free, bound:
+    found = [p for i, n in enumerate(nodes) for p in packer.add(n, i)] + list(packer.rest())
+    assert packer.largest == [max([0, *(n for p in found for n in below(p, level))]) for level in range(2)]
+    rows = [row for pack in found for row in texts(pack)]
+    # nothing is left out; a row may be in two packs that was one with a count before
+    assert sorted({r.units for r in rows}, key=str) == sorted(
+        {r.units for n in nodes for r in packs.rows(n, 2, (6, 5, 4), joined)}, key=str)
+  assert bound.largest[0] <= 12 and bound.largest[1] <= 3
+
+
+@pytest.mark.parametrize('nodes', [(11, 3), (12, 2), (12,), (12, 3, 4)])
+def test_nodes_that_cannot_hold_a_row_are_refused(nodes):
+  with pytest.raises(ValueError, match='nodes'):
+    packs.Packer((40, 12, 4), (6, 5, 4), nodes=nodes)
+
+
 @pytest.mark.parametrize('most, lengths', [((4, 4), (8, 8, 8)), ((4, 1), (1, 4)), ((2, 1), (4, 4)),
                                            ((9, 2, 1), (4, 4, 4))])
 def test_budgets_that_cannot_hold_a_row_are_refused(most, lengths):

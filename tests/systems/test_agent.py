@@ -61,6 +61,34 @@ def test_units_decoded_from_above_stand_for_their_rows(found):
   assert float(sum(d.weight[1].sum() for d in downs)) == 0
 
 
+def test_places_that_are_no_node_may_be_left_out(found):
+  """Of words there are 20 below the sentences and 20 below the paragraphs, of sentences 6: the rest is nothing."""
+  config, net, params, levels, ups, downs = found
+
+  @jax.jit
+  def run(params):
+    few = passes.down(net, params, levels, [u.vectors for u in ups], [x.counts for x in levels], True, None, (21, 7))
+    return few, passes.read(net, params, few)
+  few, text = run(params)
+  assert [d.units.shape[1] for d in few] == [24 + 21 + 21, 8 + 7, 4]
+  every = [d._replace(parts=tuple(map(int, d.parts))) for d in downs]
+  whole = jax.jit(lambda p: passes.read(net, p, every))(params)
+  for level in range(3):
+    truth = jax.vmap(lambda rows: passes.spelt(rows, level))(levels[:level + 1])
+    there, same = jax.vmap(passes.compared)(truth, text[level])
+    assert [a.shape for a in jax.tree.leaves(text[level])] == [a.shape for a in jax.tree.leaves(whole[level])]
+    # compared with a text, what is left out makes no difference
+    for a, b, t in zip(same, jax.vmap(passes.compared)(truth, whole[level]).exact, there):
+      assert ((a == b) | ~t).all()
+  for low, all_of_it in zip(few, every):
+    for part, origin in enumerate(low.origin):
+      (a, b), (c, d) = ((sum(x.parts[:part]), sum(x.parts[:part + 1])) for x in (low, all_of_it))
+      kept, wanted = np.asarray(low.weight[0, a:b]) > 0, np.asarray(all_of_it.weight[0, c:d]) > 0
+      assert kept.sum() == wanted.sum() and (low.row[0, a:b][kept] == all_of_it.row[0, c:d][wanted]).all()
+      assert (low.place[0, a:b][kept] == np.flatnonzero(wanted)).all()
+      np.testing.assert_allclose(low.units[0, a:b][kept], all_of_it.units[0, c:d][wanted], atol=1e-5)
+
+
 def test_losses_of_padding_are_nothing(found):
   config, net, params, levels, *_ = found
 

@@ -31,7 +31,7 @@ def shaped(level):
   """The configuration, network and parameters of K levels above words, untrained."""
   rows, lengths, widths = SHAPES[level]
   config = small()
-  config.data.update({'rows': rows, 'lengths': lengths})
+  config.data.update({'rows': rows, 'lengths': lengths, 'nodes': ()})
   config.model.update({'widths': widths})
   net = model.make(config)
   return net, jax.jit(net.init)(jax.random.key(0)), config

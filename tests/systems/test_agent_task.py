@@ -29,7 +29,8 @@ def numbered(config):
     ('model.compressor', 'mean', 'attention'), ('model.dropout', 1.0, 'less than 1'), ('loss.path', -1.0, 'at least 0'),
     ('model.repeats', 0, 'at least 1'), ('predict.verb', 'guess', 'rebuild'), ('predict.steps', 4, 'nothing reads it'),
     ('predict.verb', 'generate', 'no generator'), ('loss.levels', (1.0, 2.0), 'expected 3 numbers'),
-     ('predict.nearest', 9, 'nothing reads it')])
+    ('predict.nearest', 9, 'nothing reads it'), ('data.nodes', (14, 9), 'level 0 needs at least 15'),
+    ('data.nodes', (14,), 'expected 2')])
 def test_settings_that_do_not_fit_are_refused(key, value, told):
   config = made()
   config.unlock()

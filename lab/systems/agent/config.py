@@ -16,6 +16,7 @@ def get_config() -> ConfigDict:
       # one number a level, words first; as the data were prepared:
       'rows': (160, 32, 12),     # of a pack, U_l
       'lengths': (12, 12, 4),    # units of a row with its terminator, L_l
+      'nodes': (224, 32),        # of a level below the rows of one above, one number less; (): all places are decoded
   })
   config.model = ConfigDict({
       'widths': (32, 64, 128, 192),  # of bytes, and of the vectors of each level

@@ -48,6 +48,7 @@ class Down(NamedTuple):
   units: jax.Array       # f32[B, R, L, d]
   length: jax.Array      # f32[B, R, L], logits
   row: jax.Array         # i32[B, R]: the row of this level that each stands for
+  place: jax.Array       # i32[B, R]: the place of each among all that its origin's rows have at this level
   weight: jax.Array      # f32[B, R]
   origin: tuple[int, ...]    # level from which each part was decoded: its own, then those above, from below
   parts: tuple[int, ...]     # vectors of each part
@@ -99,36 +100,42 @@ def remembered(net, params, found: Rows, documents, high: Up) -> Remembered:
 
 
 def down(net, params, levels: list[Rows], vectors: list[jax.Array], weights: list[jax.Array], path: bool,
-         recalled: Remembered | None = None, rngs=None) -> list[Down]:
+         recalled: Remembered | None = None, nodes: tuple[int, ...] = (), rngs=None) -> list[Down]:
   """Every level's vectors taken apart, and with `path` what comes out of them, level after level: words first.
 
   weights: f32[B, U] a level, of its rows' own vectors. A unit decoded from above has its origin's weight.
   recalled: what is read where sentences are taken apart, or None. rngs: of dropout, None without.
+  nodes: of each level but the highest how many of the places above go on, those of weight first: as many as packs may
+    have nodes, see packs.Packer. Most places are none, and cost as much as one. (): all of them.
   """
   out = [None] * len(levels)
-  above = []           # parts from above: (vectors [B, R, D], row i32[B, R], weight f32[B, R], origin)
+  above = []           # parts from above: (vectors [B, R, D], row i32[B, R], weight f32[B, R], place i32[B, R], origin)
   for level in reversed(range(len(levels))):
     found = levels[level]
     batch, count, length = found.ids.shape
-    own = (vectors[level], jnp.broadcast_to(jnp.arange(count)[None], (batch, count)), weights[level], level)
-    parts = [own, *above]
-    x, row, weight = (jnp.concatenate([p[i] for p in parts], 1) for i in range(3))
+    every = jnp.broadcast_to(jnp.arange(count)[None], (batch, count))
+    parts = [(vectors[level], every, weights[level], every, level), *above]
+    x, row, weight, place = (jnp.concatenate([p[i] for p in parts], 1) for i in range(4))
     decoded = net.apply(params, level, x, rngs is not None, method='down', rngs=rngs)
     units, gate = decoded.units, None
     if recalled is not None and level == 1:
       there = jnp.take_along_axis(recalled.there, row, 1)
       units, gate = net.apply(params, units, taken(recalled.memory, row), there, method='recall')
-    out[level] = Down(units, decoded.length, row, weight, tuple(p[3] for p in parts),
+    out[level] = Down(units, decoded.length, row, place, weight, tuple(p[4] for p in parts),
                       tuple(p[0].shape[1] for p in parts), gate)
     if path and level:
       ids = taken(found.ids, row)                                       # [B, R, L]
       unit = ids >= FIRST
       child, own_weight = jnp.where(unit, ids - FIRST, 0), weight[..., None] * unit
+      below = place[..., None] * length + jnp.arange(length).reshape(1, 1, -1)
       start, above = 0, []
-      for _, _, w, origin in parts:
+      for _, _, w, _, origin in parts:
         piece = slice(start, start + w.shape[1])
-        above.append((units[:, piece].reshape(batch, -1, units.shape[-1]),
-                      child[:, piece].reshape(batch, -1), own_weight[:, piece].reshape(batch, -1), origin))
+        flat = [x[:, piece].reshape(batch, -1, *x.shape[3:]) for x in (units, child, own_weight, below)]
+        if nodes and nodes[level - 1] < flat[0].shape[1]:
+          chosen = jnp.argsort(flat[2] <= 0, axis=1, stable=True)[:, :nodes[level - 1]]
+          flat = [jax.vmap(lambda x, i: x[i])(x, chosen) for x in flat]
+        above.append((*flat, origin))
         start = piece.stop
   return out
 
@@ -169,7 +176,7 @@ def unfold(net, params, level, vectors, recalled: Remembered | None = None) -> U
 def read(net, params, downs: list[Down]) -> list[Spelt]:
   """The likeliest text of every row of each level, from its vector alone: leaves [B, U, ...].
 
-  downs: of `down` with `path`, in which all places are decoded, whatever the text has there.
+  downs: of `down` with `path`. Where that left places out, there are no units, and zeros.
   """
   last = [low.length.argmax(-1).astype(jnp.int32) for low in downs]
   cont = []
@@ -180,10 +187,18 @@ def read(net, params, downs: list[Down]) -> list[Spelt]:
   out = []
   for level, high in enumerate(downs):
     count = high.parts[0]
+    sizes = {level: count}                     # places of each level below
+    for k in range(level, 0, -1):
+      sizes[k - 1] = sizes[k] * downs[k].units.shape[2]
 
     def of(k, x):
-      start = sum(downs[k].parts[:level - k])
-      return x[:, start:start + downs[k].parts[level - k]].reshape(len(x), count, -1, *x.shape[2:])
+      piece = slice(sum(downs[k].parts[:level - k]), sum(downs[k].parts[:level - k + 1]))
+      if sizes[k] == downs[k].parts[level - k]:
+        x = x[:, piece]
+      else:
+        spread = lambda x, at: jnp.zeros((sizes[k], *x.shape[1:]), x.dtype).at[at].set(x)
+        x = jax.vmap(spread)(x[:, piece], downs[k].place[:, piece])
+      return x.reshape(len(x), count, -1, *x.shape[2:])
     out.append(Spelt([of(k, last[k]) for k in range(level + 1)], [of(k, cont[k]) for k in range(level + 1)],
                      of(0, letters)))
   return out

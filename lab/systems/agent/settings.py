@@ -35,9 +35,10 @@ def check(config) -> None:
     raise ConfigError(f'config.loss.levels = {config.loss.levels}: expected {len(data.rows)} numbers of at least 0, '
                       'one a level, or none')
   try:
-    packs.Packer(data.rows, data.lengths)
+    packs.Packer(data.rows, data.lengths, nodes=data.nodes)
   except ValueError as e:
-    raise ConfigError(f'config.data.rows = {data.rows}, config.data.lengths = {data.lengths}: {e}') from None
+    raise ConfigError(f'config.data.rows = {data.rows}, config.data.lengths = {data.lengths}, config.data.nodes = '
+                      f'{data.nodes}: {e}') from None
   if len(m.widths) != len(data.rows) + 1:
     raise ConfigError(f'config.model.widths = {m.widths}: expected {len(data.rows) + 1}, one more than data.rows '
                       'has levels')

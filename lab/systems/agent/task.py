@@ -22,7 +22,8 @@ def make_task(config) -> Task:
 
   @functools.cache
   def source(split):
-    return books.source(config.data.dir, config.data[split], rows=config.data.rows, lengths=config.data.lengths)
+    return books.source(config.data.dir, config.data[split], rows=config.data.rows, lengths=config.data.lengths,
+                        nodes=config.data.nodes)
 
   def init(key, batch):
     del batch
@@ -61,7 +62,8 @@ def passed(config, net, variables, batch, path: bool, rngs=None) -> Passed:
     recalled = passes.remembered(net, variables, levels[1], batch['documents_1'], ups[1])
   # common words would drown the others, and seldom ones are needed most
   weights = [jnp.sqrt(x.counts) if not level else x.valid.astype(jnp.float32) for level, x in enumerate(levels)]
-  downs = passes.down(net, variables, levels, [u.vectors for u in ups], weights, path, recalled, rngs)
+  downs = passes.down(net, variables, levels, [u.vectors for u in ups], weights, path, recalled,
+                      config.data.nodes, rngs)
   terms, raw = objectives.losses_of(net, variables, levels, ups, downs, odd, config)
   if config.model.noise:
     top = ups[-1].vectors

@@ -10,7 +10,7 @@ os.environ['NPROC'] = '32'
 # most of the time would go into compiling: these two halve it, and programs of this size run as fast. Processes that
 # tests start have the flags that users have
 os.environ['XLA_FLAGS'] = ('--xla_force_host_platform_device_count=8 '
-                           '--xla_cpu_collective_call_terminate_timeout_seconds=280 '
+                           '--xla_cpu_collective_call_terminate_timeout_seconds=800 '
                            '--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=1')
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', os.path.expanduser('~/.cache/lab/jax-tests'))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')

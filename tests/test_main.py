@@ -69,7 +69,7 @@ def test_values_take_the_type_of_the_default():
 
 @pytest.mark.parametrize('platform', ['gpu', 'tpu'])
 def test_an_explicit_platform_that_is_missing_ends_at_once(lab, tmp_path, platform):
-  output, _ = (process := lab(f'--workdir={tmp_path}/run', f'--config.platform={platform}')).communicate(timeout=120)
+  output, _ = (process := lab(f'--workdir={tmp_path}/run', f'--config.platform={platform}')).communicate(timeout=300)
   assert process.returncode == 2, output
   assert f"config.platform = '{platform}'" in output and 'cpu' in output.lower() and 'lock file' in output
   assert not (tmp_path / 'run').exists()
@@ -118,7 +118,7 @@ def test_a_configuration_error_takes_no_tensorflow_and_no_device(tmp_path):
           '"--config.model.backbon=vgg"]); assert not any(m.split(".")[0] in ("tensorflow", "orbax", "clu", "cv2") '
           'for m in sys.modules), "heavy imports"; import jax; assert not jax._src.xla_bridge._backends; '
           'sys.exit(code)')
-  done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+  done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, timeout=300)
   assert done.returncode == 2, done.stderr
   assert 'did you mean --config.model.backbone?' in done.stderr
 

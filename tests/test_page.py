@@ -267,7 +267,7 @@ def test_long_training_curves_are_smoothed_and_short_ones_are_not(workdir):
 def browse(*arguments):
   """Runs headless Chromium and returns what it prints."""
   done = subprocess.run([CHROMIUM, '--headless', '--no-sandbox', '--disable-gpu', '--hide-scrollbars', *arguments],
-                        capture_output=True, text=True, timeout=120, check=True)
+                        capture_output=True, text=True, timeout=300, check=True)
   return done.stdout
 
 

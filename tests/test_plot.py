@@ -213,7 +213,7 @@ def test_the_program_needs_no_display(runs, tmp_path):
           'assert "matplotlib.figure" in sys.modules and "matplotlib.pyplot" not in sys.modules; sys.exit(code)')
   done = subprocess.run([sys.executable, '-c', code, str(tmp_path / 'runs'), '--metrics=eval/*', '--smooth=0.6',
                          '--log', '--baseline=AP:0.5:paper', f'--output={tmp_path / "out.svg"}'], cwd=ROOT,
-                        env={**env, 'MPLBACKEND': 'tkagg'}, capture_output=True, text=True, timeout=120, check=False)
+                        env={**env, 'MPLBACKEND': 'tkagg'}, capture_output=True, text=True, timeout=300, check=False)
   assert done.returncode == 0, done.stderr
   assert done.stdout == f'written: {tmp_path / "out.svg"} and {tmp_path / "out.png"}\n'
   assert os.path.getsize(tmp_path / 'out.png') > 5000

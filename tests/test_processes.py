@@ -19,7 +19,7 @@ def cluster(lab, count, workdir, *arguments):
 
 
 def finish(processes):
-  outputs = [p.communicate(timeout=240)[0] for p in processes]
+  outputs = [p.communicate(timeout=600)[0] for p in processes]
   return [p.returncode for p in processes], outputs
 
 

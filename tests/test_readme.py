@@ -59,7 +59,7 @@ def lab(arguments, folder):
   return [*DEFAULTS, *out, *clips, *more.get(mode, ('--config.input.eval_batch_size=8',))]
 
 
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(2400)
 def test_every_command_runs(tmp_path, monkeypatch, capfd):
   monkeypatch.chdir(ROOT)
   seen, own = [], users_files(tmp_path)

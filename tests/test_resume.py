@@ -146,7 +146,7 @@ def test_a_longer_schedule_is_announced(toy_config, tmp_path, caplog, monkeypatc
 
 
 def finish(process):
-  output = process.communicate(timeout=240)[0]
+  output = process.communicate(timeout=600)[0]
   return process.returncode, output
 
 

@@ -289,7 +289,7 @@ poison = [-1, 2, -2]
 '''
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_workers_die_share_and_retry(worker, tmp_path, capfd):
   arguments = [write(tmp_path, TRAINING), f'--workdir={tmp_path}/sweep']
   runs = points.read(arguments[0], f'{tmp_path}/sweep').runs()
@@ -306,7 +306,7 @@ def test_workers_die_share_and_retry(worker, tmp_path, capfd):
   other = worker(*arguments)
   wait_for(other, lambda: 'running' in map(sweeps.state, runs))
   assert sweeps.main(['sweep', *arguments]) == 4
-  ours, theirs = capfd.readouterr().err, other.communicate(timeout=300)[0]
+  ours, theirs = capfd.readouterr().err, other.communicate(timeout=600)[0]
   assert other.returncode == 4, theirs
   assert ours.count('elapsed') >= 1 and theirs.count('elapsed') >= 1
   assert ours.count('elapsed') + theirs.count('elapsed') == 3

@@ -7,7 +7,7 @@ import pytest
 from tests import stick_figures
 
 
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(2400)
 def test_stick_figures_are_learnt(lab, tmp_path):
   data = tmp_path / 'data'
   data.mkdir()

@@ -67,9 +67,17 @@ def claim(workdir: str):
   return f
 
 
-# of what all devices hold, each would write a slice: for small arrays it takes longer to compile that than to write
-ocp.type_handlers.register_type_handler(
-    jax.Array, ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=1 << 20), override=True)
+def _write_small_arrays_whole():
+  """Of what all devices hold each would write a slice: for small arrays that takes longer to compile than to write."""
+  absl = logging.getLogger('absl')
+  level = absl.level
+  absl.setLevel(logging.ERROR)          # orbax warns that this is another handler than its own
+  ocp.type_handlers.register_type_handler(
+      jax.Array, ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=1 << 20), override=True)
+  absl.setLevel(level)
+
+
+_write_small_arrays_whole()
 
 
 @jax.jit

@@ -1,14 +1,16 @@
 """Goodput: where a run's wall time went, over all its starts.
 
-ledger.jsonl has a line a second and one at each checkpoint: seconds a phase since the start of the process. The work
-of steps that a later start does again is lost, whatever it was; what no line accounts for is idle, such as the time
-between two starts. The buckets add up to the wall time.
+ledger.jsonl has a line a second and one at each checkpoint: seconds a phase since the start of the process, and the
+most memory that a device had in use. The work of steps that a later start does again is lost, whatever it was; what no
+line accounts for is idle, such as the time between two starts. The buckets add up to the wall time.
 """
 
 import contextlib
 import json
 import os
 import time
+
+from lab import memory
 
 PHASES = ('start', 'compile', 'restore', 'wait', 'step', 'evaluate', 'save')
 BUCKETS = (*PHASES, 'lost', 'idle')
@@ -62,7 +64,8 @@ class Ledger:
       return
     self.written = self.mark
     line = {'began': self.began, 'time': time.time(), 'step': step, 'event': event,
-            'seconds': {k: round(v, 4) for k, v in self.seconds.items()}, 'compilations': self.compilations}
+            'seconds': {k: round(v, 4) for k, v in self.seconds.items()}, 'compilations': self.compilations,
+            'peak': memory.peak()}
     self.file.write(json.dumps(line) + '\n')
     self.file.flush()
 
@@ -75,12 +78,12 @@ class Ledger:
 
 def summary(workdir: str) -> dict:
   """Of all starts together: wall_s, seconds a bucket, goodput (share of the wall time in steps that count), starts,
-  lost_steps, compilations. {} where there is no ledger."""
+  lost_steps, compilations, peak (bytes, the most of all starts). {} where there is no ledger."""
   lines = _lines(os.path.join(workdir, NAME))
   if not lines:
     return {}
   total, parts, last = dict.fromkeys(BUCKETS, 0.0), [], {}
-  starts = lost_steps = compilations = 0
+  starts = lost_steps = compilations = peak = 0
   end = lines[0]['began']
   for line in lines:
     if line['began'] != last.get('began'):
@@ -90,6 +93,7 @@ def summary(workdir: str) -> dict:
     spent = {k: line['seconds'][k] - last['seconds'][k] for k in PHASES}
     total['idle'] += line['time'] - last['time'] - sum(spent.values())
     compilations += line['compilations'] - last['compilations']
+    peak = max(peak, line.get('peak', 0))      # lines of an older lab have none
     if line['event'] == 'resumed':
       again = [p for p in parts if p[0] > line['step']]
       lost_steps += max((step for step, _ in again), default=line['step']) - line['step']
@@ -104,7 +108,7 @@ def summary(workdir: str) -> dict:
     end, last = line['time'], line
   wall = end - lines[0]['began']
   return {'wall_s': wall, 'seconds': total, 'goodput': total['step'] / wall if wall else 0.0, 'starts': starts,
-          'lost_steps': lost_steps, 'compilations': compilations}
+          'lost_steps': lost_steps, 'compilations': compilations, 'peak': peak}
 
 
 def _lines(path) -> list[dict]:
@@ -125,4 +129,5 @@ def table(found: dict) -> str:
   shares = sorted(found['seconds'].items(), key=lambda kv: -kv[1])
   spent = ', '.join(f'{name} {s:.1f} s' for name, s in shares if s >= 0.05)
   return (f'{found["goodput"]:.0%} of {found["wall_s"]:.1f} s in steps that count ({spent}); '
-          f'{found["starts"]} start(s), {found["lost_steps"]} step(s) done again')
+          f'{found["starts"]} start(s), {found["lost_steps"]} step(s) done again; {found["compilations"]} '
+          f'compilation(s), {memory.size(found["peak"])} in use at most')

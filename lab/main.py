@@ -1,7 +1,8 @@
 """python -m lab.main --config=configs/pose.py --workdir=runs/pose [--mode=MODE] [--config.KEY=VALUE ...]
 
 Modes: train, eval, predict, lr_find (a learning-rate range test); inspect and page (what a workdir holds, as text or as
-an HTML page) need no --config. Without one, eval and predict take that of the run.
+an HTML page) need no --config. Without one, eval and predict take that of the run. compile, which needs no workdir, tells
+what a step needs on a machine that need not be there: --topology=v5e:16x16.
 
 Exit codes: 0 done; 2 configuration; 3 data; 4 numbers that are not finite; 5 checkpoint; 6 memory or disk;
 7 distributed; 75 preempted: start the same command again.
@@ -20,11 +21,14 @@ from absl import flags
 FLAGS = flags.FLAGS
 flags.DEFINE_string('config', '', 'recipe: configs/NAME.py[:variant]; --config.KEY=VALUE changes one of its keys')
 flags.DEFINE_string('workdir', '', 'folder of the run: checkpoints, logs, pictures')
-flags.DEFINE_enum('mode', 'train', ['train', 'eval', 'predict', 'lr_find', 'inspect', 'page'], 'what to do')
+flags.DEFINE_enum('mode', 'train', ['train', 'eval', 'predict', 'lr_find', 'inspect', 'page', 'compile'],
+                  'what to do')
 flags.DEFINE_string('step', 'latest', 'eval, predict and inspect: latest, best or the number of a checkpoint')
 flags.DEFINE_string('input', '', 'predict: a file, a folder, a camera number or a text')
 flags.DEFINE_string('output', '', 'folder for the results; if empty, predict: WORKDIR/predictions, eval: WORKDIR; '
-                    'inspect: a JSON file')
+                    'inspect and compile: a JSON file')
+flags.DEFINE_string('topology', '', 'compile: v5e:16x16, v5p:4x4x4, ...; with *4 four slices; gpu:2 or cpu:8 for devices '
+                    'of this machine')
 flags.DEFINE_bool('distributed', False, 'find the other processes as the platform tells (Cloud TPU, Slurm, ...)')
 
 
@@ -67,6 +71,8 @@ def run(argv: list[str]) -> int:
     raise ConfigError(str(e)) from None
   if rest[1:]:
     raise ConfigError(f'unknown argument {rest[1]!r}')
+  if FLAGS.mode == 'compile':
+    return _compile(config)
   if not FLAGS.workdir:
     raise ConfigError('--workdir is missing, such as --workdir=runs/pose')
   if FLAGS.mode == 'predict' and not FLAGS.input:
@@ -80,6 +86,20 @@ def run(argv: list[str]) -> int:
   task = load(config)
   config.lock()
   return _run(task, config)
+
+
+def _compile(config) -> int:
+  """What a step of a configuration needs on a machine; devices of this one are only used if they are asked for."""
+  import jax
+  from lab.task import ConfigError, load
+  if not FLAGS.topology:
+    raise ConfigError('--mode=compile needs --topology, such as --topology=v5e:16x16')
+  if not FLAGS.topology.startswith('gpu'):
+    jax.config.update('jax_platforms', 'cpu')
+  from lab import compile as compiler, train
+  train.check(config)
+  compiler.run(load(config), config, FLAGS.topology, FLAGS.output)
+  return 0
 
 
 def _report() -> int:

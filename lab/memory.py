@@ -76,6 +76,12 @@ def free() -> tuple[int | None, int]:
   return max(left, 0) // jax.local_device_count(), used // jax.local_device_count()
 
 
+def peak() -> int:
+  """The most bytes that a device of this process had in use so far; on a CPU, all of the process."""
+  most = max((d.memory_stats() or {}).get('peak_bytes_in_use', 0) for d in jax.local_devices())
+  return most or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def _container() -> int:
   """What the container's own limit leaves, in bytes; files that it keeps in memory can go, and count as free."""
   left = 1 << 62

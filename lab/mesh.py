@@ -104,7 +104,21 @@ def make(config: Mapping[str, int], devices: list | None = None) -> Mesh:
   sizes = [len(devices) // known if s == -1 else s for s in sizes]
   if int(np.prod(sizes)) != len(devices):
     raise ConfigError(f'config.mesh = {dict(config)} needs a multiple of {known} devices, there are {len(devices)}')
+  slices = len({d.slice_index for d in devices}) if devices[0].platform == 'tpu' else 1
+  if slices > 1:
+    return _hybrid(config, sizes, devices, slices)
   return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def _hybrid(config, sizes, devices, slices) -> Mesh:
+  """Over TPU slices, between which there is but a slow network: only the data axis goes across, once a step."""
+  if sizes[0] % slices:
+    raise ConfigError(f'config.mesh = {dict(config)}: data is {sizes[0]}; expected a multiple of the {slices} slices, '
+                      'for fsdp and tensor send too much to reach from one to another')
+  from jax.experimental import mesh_utils
+  found = mesh_utils.create_hybrid_device_mesh((sizes[0] // slices, *sizes[1:]), (slices, 1, 1), devices,
+                                               allow_split_physical_axes=True)
+  return Mesh(found, AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 class Rows(NamedTuple):

@@ -234,7 +234,7 @@ def _pictures(run):
 
 
 def _goodput(run):
-  from lab import ledger
+  from lab import ledger, memory
   try:
     found = ledger.summary(run.workdir)
   except (OSError, ValueError, KeyError, TypeError) as e:
@@ -249,7 +249,8 @@ def _goodput(run):
   return (f'<p><b>{found["goodput"]:.1%}</b> of {logs.duration(whole)} were useful steps (goodput).</p>'
           f'{bar(seconds, whole, names)}{table(body, ("", "seconds", "share"), numbers=True)}'
           f'<p class="soft">Restarts: {number(max(starts - 1, 0))}. Steps done again after them: {number(lost)}. '
-          f'Compilations: {number(found.get("compilations", 0))}.</p>')
+          f'Compilations: {number(found.get("compilations", 0))}. Memory in use at most: '
+          f'{memory.size(found.get("peak", 0))}.</p>')
 
 
 def _environment(run):

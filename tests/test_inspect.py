@@ -15,7 +15,7 @@ from tests import toy
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SPENT = {'wall_s': 3700.0, 'seconds': dict.fromkeys(ledger.BUCKETS, 0.0) | {'step': 2775.0, 'idle': 925.0},
-         'goodput': 0.75, 'starts': 3, 'lost_steps': 4, 'compilations': 2}
+         'goodput': 0.75, 'starts': 3, 'lost_steps': 4, 'compilations': 2, 'peak': 5 << 20}
 
 
 @pytest.fixture(scope='module')

@@ -10,19 +10,19 @@ from lab.ledger import BUCKETS, PHASES, Ledger, summary
 from tests import toy
 
 
-def line(began, at, step_, event='', compilations=0, **seconds):
+def line(began, at, step_, event='', compilations=0, peak=0, **seconds):
   return json.dumps({'began': began, 'time': at, 'step': step_, 'event': event, 'compilations': compilations,
-                     'seconds': {**dict.fromkeys(PHASES, 0.0), **seconds}})
+                     **({'peak': peak} if peak else {}), 'seconds': {**dict.fromkeys(PHASES, 0.0), **seconds}})
 
 
 def test_lost_and_idle_by_hand(tmp_path):
   (tmp_path / 'ledger.jsonl').write_text('\n'.join((
       line(100, 110, 0, 'resumed', start=10),
       line(100, 121, 1, '', 1, start=10, compile=8, wait=1, step=2),
-      line(100, 131, 5, 'saved', 1, start=10, compile=8, wait=2, step=9, save=2),
+      line(100, 131, 5, 'saved', 1, 3 << 20, start=10, compile=8, wait=2, step=9, save=2),
       line(100, 141, 9, '', 1, start=10, compile=8, wait=3, step=17, save=2, evaluate=1),   # 10 s, then killed
       line(160, 165, 5, 'resumed', start=4, restore=1),
-      line(160, 180, 12, 'end', 1, start=4, restore=1, compile=5, step=10),
+      line(160, 180, 12, 'end', 1, 2 << 20, start=4, restore=1, compile=5, step=10),
       '{"began": 160, "ti')) + '')
   found = summary(str(tmp_path))
   # the four steps after the save at 5 are done again: 1 s waiting, 8 s stepping, 1 s evaluating
@@ -31,7 +31,9 @@ def test_lost_and_idle_by_hand(tmp_path):
   assert found['seconds'] == want and found['wall_s'] == 80 == sum(want.values())
   assert (found['starts'], found['lost_steps'], found['compilations']) == (2, 4, 2)
   assert found['goodput'] == 19 / 80
-  assert '24% of 80.0 s' in ledgers.table(found) and '4 step(s) done again' in ledgers.table(found)
+  assert found['peak'] == 3 << 20
+  told = ledgers.table(found)
+  assert '24% of 80.0 s' in told and '4 step(s) done again; 2 compilation(s), 3 MiB in use at most' in told
   assert summary(str(tmp_path / 'nothing')) == {}
 
 
@@ -78,6 +80,7 @@ def test_the_buckets_of_a_run_killed_and_resumed_add_up_to_its_wall_time(toy_con
   assert sum(found['seconds'].values()) == pytest.approx(found['wall_s'], rel=0.01)
   assert found['wall_s'] == pytest.approx(ended - began, rel=0.01, abs=0.1)
   assert found['starts'] == 2 and found['lost_steps'] == 5 and found['seconds']['lost'] > 0
+  assert found['peak'] > 1 << 26               # the whole process: fake devices keep no statistics
   assert found['compilations'] == 4            # step and evaluation, in two processes
   assert min(found['seconds'].values()) >= 0
 

@@ -1,0 +1,93 @@
+"""Steps compiled for machines: of fake devices here, and for TPUs where their compiler is installed."""
+
+import importlib.util
+import json
+
+import pytest
+from lab import main, topology
+from lab.task import ConfigError
+
+LIBTPU = importlib.util.find_spec('libtpu') is not None
+tpu = pytest.mark.skipif(not LIBTPU, reason='libtpu is not installed: pip install .[tpu]')
+
+
+def compiled(tmp_path, machine, *flags, config='tests/toy.py'):
+  """(exit code, the report or None)."""
+  out = tmp_path / 'report.json'
+  code = main.main(['lab', f'--config={config}', '--mode=compile', f'--topology={machine}', f'--output={out}',
+                    '--workdir=', '--input=', *flags])
+  return code, json.loads(out.read_text()) if out.exists() else None
+
+
+@pytest.fixture
+def toy(toy_data, monkeypatch):
+  monkeypatch.setenv('TOY_DATA', toy_data)
+
+
+def test_a_step_is_compiled_and_told(toy, tmp_path, capsys):
+  code, found = compiled(tmp_path, 'cpu:8', '--config.mesh.data=2', '--config.mesh.fsdp=4',
+                         '--config.input.batch_size=8')
+  assert code == 0 and found['devices'] == 8 and found['mesh'] == {'data': 2, 'fsdp': 4, 'tensor': 1}
+  m = found['memory']
+  assert m['peak'] >= m['temporaries'] > 0 and m['arguments'] > 0 and m['fits'] and m['limit'] is None
+  assert found['flops'] > 0 and found['collectives']['all-reduce']['traffic'] > 0
+  assert found['roofline']['bound'] == ''                  # nobody knows what a fake device can do
+  told = capsys.readouterr().out
+  assert 'cpu:8: 8 x cpu' in told and 'all-reduce' in told and all(path in told for path in found['sharding'])
+
+
+def test_model_flops_do_not_hang_on_the_mesh(toy, tmp_path):
+  one, two = (compiled(tmp_path, machine, f'--config.optim.accumulate={n}', '--config.mesh.data=-1',
+                       '--config.mesh.fsdp=1', '--config.input.batch_size=8')[1]['flops']
+              for machine, n in (('cpu:1', 1), ('cpu:8', 2)))
+  assert two == 2 * one > 0
+
+
+@pytest.mark.parametrize('machine, flags, told', [
+    ('', (), 'needs --topology'), ('v5e', (), 'expected v5e:16x16'), ('tpu:4', (), 'expected v5e:16x16'),
+    ('cpu:9', (), 'this machine has 8 such devices'), ('gpu:1', (), 'this machine has 0 such devices'),
+    ('cpu:8', ('--config.input.batch_size=12', '--config.mesh.data=8'), 'a multiple of data x fsdp = 8 devices, such as 16'),
+    ('cpu:8', ('--config.mesh.data=3',), 'needs a multiple of 3 devices')])
+def test_what_cannot_be_is_told(toy, tmp_path, capsys, machine, flags, told):
+  code, found = compiled(tmp_path, machine, '--config.mesh.fsdp=1', *flags)
+  assert code == 2 and found is None and told in capsys.readouterr().err
+
+
+def test_what_does_not_fit_ends_with_advice(toy, tmp_path, capsys, monkeypatch):
+  find = topology.find
+  monkeypatch.setattr(topology, 'find', lambda name: find(name)._replace(memory=100.0))
+  code, found = compiled(tmp_path, 'cpu:1', '--config.mesh.data=1', '--config.mesh.fsdp=1')
+  assert code == 6 and not found['memory']['fits']
+  said = capsys.readouterr()
+  assert 'DOES NOT FIT' in said.out and said.err.count('config.') >= 3 and 'What helps most' in said.err
+
+
+@pytest.mark.skipif(LIBTPU, reason='libtpu is installed')
+def test_a_missing_compiler_is_told():
+  with pytest.raises(ConfigError, match=r"pip install '\.\[tpu\]'"):
+    topology.find('v5e:2x2')
+
+
+@tpu
+def test_slices_that_do_not_exist_are_told():
+  with pytest.raises(ConfigError, match='no such slice'):
+    topology.find('v5e:3x5')
+
+
+@tpu
+@pytest.mark.parametrize('machine, count', [('v5e:16x16', 256), ('v5p:4x4x4', 64), ('v4:4x4x4', 64),
+                                            ('v6e:16x16', 256), ('v5e:4x4*2', 32)])
+def test_machines_have_their_devices(machine, count):
+  found = topology.find(machine)
+  assert len(found.devices) == count and found.chip.hbm and found.memory
+  assert found.slices == (2 if '*' in machine else 1)
+
+
+@tpu
+def test_a_step_for_two_slices_keeps_fsdp_inside_of_them(toy, tmp_path, capsys):
+  flags = ['--config.mesh.fsdp=4', '--config.input.batch_size=32']
+  code, found = compiled(tmp_path, 'v5e:4x4*2', '--config.mesh.data=8', *flags)
+  assert code == 0 and found['slices'] == 2 and found['roofline']['bound'] and found['memory']['fits']
+  assert compiled(tmp_path, 'v5e:4x4*2', '--config.mesh.data=1', '--config.mesh.fsdp=32',
+                  '--config.input.batch_size=32')[0] == 2
+  assert 'a multiple of the 2 slices' in capsys.readouterr().err

@@ -4,11 +4,12 @@
                                         [--config.KEY=VALUE ...]
 
 FOLDER has books, songs and articles, as `data_pipelines.prepare books` takes them. One JSON line: packs, of which odd
-ones, compilations (training step and evaluation), bytes foretold for a step and bytes in use at most: soon after the
-first step, and at the end. On a CPU these are of the whole process.
+ones, compilations of the training step, bytes foretold for a step and bytes in use at most: soon after the first step,
+and after the last, before its evaluation. On a CPU these are of the whole process.
 """
 
 import glob
+import itertools
 import json
 import os
 import shutil
@@ -16,12 +17,11 @@ import sys
 
 from absl import flags
 from data_pipelines import books, prepare
-from ml_collections import config_flags
 
-from lab import ledger, main as program
+from lab import config as configs, ledger, main as program
 
 FLAGS = flags.FlagValues()
-config_flags.DEFINE_config_file('config', 'configs/agent.py:books', 'The tree.', flag_values=FLAGS)
+flags.DEFINE_string('config', 'configs/agent.py:books', 'The tree.', flag_values=FLAGS)
 flags.DEFINE_string('texts', None, 'Folder of books, songs, articles.', flag_values=FLAGS)
 flags.DEFINE_string('workdir', None, 'Folder that gets the packs and the run.', flag_values=FLAGS)
 flags.DEFINE_integer('steps', 1000, 'Batches.', flag_values=FLAGS)
@@ -43,21 +43,23 @@ def odd() -> dict[str, bytes]:
 
 def main(argv: list[str]) -> int:
   """Runs the program and returns its exit code."""
-  FLAGS(argv)
+  given = [a for a in argv if a.startswith('--config.')]
+  FLAGS([a for a in argv if a not in given])
+  config = configs.read(FLAGS.config)
+  configs.override(config, ['', *given])
   raw, data, run = (os.path.join(FLAGS.workdir, name) for name in ('raw', 'data', 'run'))
   shutil.copytree(FLAGS.texts, os.path.join(raw, 'train', 'texts'))
   os.mkdir(os.path.join(raw, 'valid'))
   for name, text in {**{f'train/{k}': v for k, v in odd().items()}, 'valid/one': b'It ends. So it does.'}.items():
     with open(os.path.join(raw, f'{name}.txt'), 'wb') as f:
       f.write(text)
-  config = FLAGS.config
   sizes = [f'--{key}={",".join(map(str, config.data[key]))}' for key in ('rows', 'lengths', 'nodes')]
   code = prepare.main(['prepare', 'books', f'--raw_dir={raw}', f'--out_dir={data}', '--outliers=keep', *sizes])
   if code:
     return code
-  given = [a for a in argv[1:] if a.startswith('--config')] or ['--config=configs/agent.py:books']
-  code = program.main(['lab', *given, f'--workdir={run}', f'--config.data.dir={data}', '--mode=train',
-                       f'--config.total_steps={FLAGS.steps}', '--config.eval_steps=0', '--config.eval_pictures=0'])
+  code = program.main(['lab', f'--config={FLAGS.config}', *given, f'--workdir={run}', f'--config.data.dir={data}',
+                       f'--config.total_steps={FLAGS.steps}', '--config.eval_steps=0', '--config.eval_pictures=0',
+                       '--mode=train'])
   if code:
     return code
   print(json.dumps(found(data, run)))
@@ -70,13 +72,14 @@ def found(data: str, run: str) -> dict:
     lines = [json.loads(line) for line in f if line.strip()]
   with open(os.path.join(run, 'memory.json'), encoding='utf-8') as f:
     need = json.load(f)
-  early = next(x for x in lines if x['step'] >= min(EARLY, lines[-1]['step']))
+  trained = list(itertools.takewhile(lambda x: x['event'] != 'evaluated', lines))
+  early = next((x for x in trained if x['step'] >= EARLY), trained[-1])
   path, = glob.glob(os.path.join(data, books.NAME, '*', 'manifest.json'))
   with open(path, encoding='utf-8') as f:
     report = json.load(f)['report']['splits']['train']
   return {'packs': report['packs'], 'writings': report['writings'], 'odd': len(odd()), 'steps': lines[-1]['step'],
-          'compilations': lines[-1]['compilations'], 'foretold': need['in_use'] + need['activations'],
-          'early': early['peak'], 'peak': lines[-1]['peak']}
+          'compilations': trained[-1]['compilations'], 'foretold': need['in_use'] + need['activations'],
+          'early': early['peak'], 'peak': trained[-1]['peak']}
 
 
 if __name__ == '__main__':

@@ -68,9 +68,10 @@ def test_every_command_runs(tmp_path, monkeypatch, capfd):
     name, *arguments = shlex.split(filled)
     if arguments[:1] == ['sweep']:
       sweep.check(points.read(arguments[1]))
-      (tmp_path / 'sweep.toml').write_text(SWEEP)
-      assert sweep.main(['sweep', str(tmp_path / 'sweep.toml'), f'--workdir={tmp_path}/sweep']) == 0
-      assert '| 0.001 |' in (tmp_path / 'sweep/table.md').read_text()
+      if 'sweep' not in os.listdir(tmp_path):        # one of them is enough
+        (tmp_path / 'sweep.toml').write_text(SWEEP)
+        assert sweep.main(['sweep', str(tmp_path / 'sweep.toml'), f'--workdir={tmp_path}/sweep']) == 0
+        assert '| 0.001 |' in (tmp_path / 'sweep/table.md').read_text()
     elif arguments[:1] == ['plot'] and arguments[1].endswith('.toml'):
       folder = tmp_path / 'plots'
       assert plot.main(['plot', *arguments[1:], f'--root={tmp_path}/runs', f'--output={folder}', '--partial']) == 0

@@ -34,8 +34,9 @@ def odd() -> dict[str, bytes]:
   return {
       'one paragraph of 200 KB': some * 7000, 'a sentence of 5,000 words': b' '.join(b'w%d' % i for i in range(5000)),
       'a word of 10,000 letters': b'Before. ' + b'a' * 10_000 + b' after.', 'one byte a word': b'a b c d e f ' * 4000,
-      'NULs': (b'\0\0 \0. ' * 900), 'no UTF-8': bytes(range(1, 256)) * 40, 'line feeds': b'\n' * 5000 + b'x' + b'\n' * 99,
-      'other scripts': '漢字かな交じり文。 Ζεύς 🙂🙃 \u200f שלום. '.encode() * 300, 'spaces': b'a' + b' ' * 9000 + b'b',
+      'NULs': b'\0\0 \0. ' * 900, 'no UTF-8': bytes(range(1, 256)) * 40, 'spaces': b'a' + b' ' * 9000 + b'b',
+      'other scripts': '漢字かな交じり文。 Ζεύς 🙂🙃 \u200f שלום. '.encode() * 300,
+      'line feeds': b'\n' * 5000 + b'x' + b'\n' * 99,
       'control tokens': b'[PAD] END CONT JOIN [MASK] <s> </s> <p> <c>. ' * 500, 'the same line': b'Again.\n\n' * 3000,
       'one word': b'word', 'many short paragraphs': b'\n\n'.join(b'P%d.' % i for i in range(3000)),
   }

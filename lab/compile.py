@@ -7,6 +7,7 @@ It is the step that `train` runs, with the same shardings, through the same comp
 
 import json
 import math
+import warnings
 
 import jax
 from data_pipelines import TooLarge, pipeline
@@ -33,7 +34,10 @@ def run(task: Task, config, name: str, output: str = '') -> dict:
   with jax.set_mesh(mesh):
     lowered = step.lower(like, batch)
     try:
-      compiled = lowered.compile()
+      with warnings.catch_warnings():
+        # a cache of programs can keep one for a machine that is not there, and not read it
+        warnings.filterwarnings('ignore', 'Error reading persistent compilation cache')
+        compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as e:
       if 'RESOURCE_EXHAUSTED' not in str(e):
         raise
@@ -53,7 +57,7 @@ def run(task: Task, config, name: str, output: str = '') -> dict:
 
 
 def abstract(task: Task, config, mesh):
-  """State, batch [micro-batches, B, ...] and the loss's other arguments for FLOPs: shapes, types and shardings alone."""
+  """State, batch [micro-batches, B, ...] and what else the loss takes: shapes, types and shardings alone."""
   config.unlock()
   config.input.cache = False                 # or the records would be read
   config.lock()
@@ -111,7 +115,8 @@ def _advice(config, like) -> str:
   """Three settings that help most, by what takes the room."""
   state = memory.on_device(like.params) + memory.on_device(like.opt)
   accumulate, size = config.optim.accumulate, config.input.batch_size
-  room = [f'config.mesh.fsdp={2 * max(config.mesh.fsdp, 1)} (parameters and optimizer take {memory.size(state)} a device)',
+  room = [f'config.mesh.fsdp={2 * max(config.mesh.fsdp, 1)} (parameters and optimizer take {memory.size(state)} a '
+          'device)',
           f'config.input.batch_size={max(size // 2, 1)} with config.optim.accumulate={2 * accumulate}']
   if 'remat' in config.get('model', {}) and not config.model.remat:
     room.append('config.model.remat=True')
@@ -132,8 +137,8 @@ def text(report: dict) -> str:
   lines += [f'  {kind:<18}{c["count"]} a step, {size(c["payload"])}, of which a device sends {size(c["traffic"])}'
             for kind, c in report['collectives'].items()]
   lines.append(f'  at least          {1e3 * r["seconds"]:.3g} ms a step, bound by {r["bound"]} (compute '
-               f'{1e3 * r["compute"]:.3g}, memory {1e3 * r["memory"]:.3g}, network {1e3 * r["network"]:.3g} ms); MFU at '
-               f'most {r["mfu"]:.0%}' if r['bound'] else '  no bound          this device\'s figures are not known')
+               f'{1e3 * r["compute"]:.3g}, memory {1e3 * r["memory"]:.3g}, network {1e3 * r["network"]:.3g} ms); MFU '
+               f'at most {r["mfu"]:.0%}' if r['bound'] else '  no bound          this device\'s figures are not known')
   lines += [f'  {path:<40} {how}' for path, how in report['sharding'].items()]
   return '\n'.join(lines)
 

@@ -87,7 +87,7 @@ def _of_line(line, bodies, known) -> collections.Counter:
   if kind in KINDS:
     out[_Group(kind, _payload(shape, kind, op.endswith('-start')), _size(rest))] = 1
   elif op not in ARITHMETIC and not op.endswith('-done'):      # what ends was counted where it began
-    turns = _turns(rest) if op == 'while' else 1
+    turns = _turns(rest, bodies) if op == 'while' else 1
     for called in _called(rest):
       for group, times in _found(bodies, called, known).items():
         if called.startswith('all-reduce-scatter'):            # a TPU's name for a fusion of the two
@@ -101,9 +101,14 @@ def _called(rest) -> list[str]:
   return [n.strip().lstrip('%') for n in names]
 
 
-def _turns(rest) -> int:
-  found = re.search(r'known_trip_count"?:\{"?n"?:"?(\d+)', rest)
-  return int(found[1]) if found else 1
+def _turns(rest, bodies) -> int:
+  """How often a loop runs: as XLA says, or by what its counter, which starts at 0, is compared with; 1 if unknown."""
+  if found := re.search(r'known_trip_count"?:\{"?n"?:"?(\d+)', rest):
+    return int(found[1])
+  condition = re.search(r'condition=%?([\w.\-]+)', rest)
+  lines = '\n'.join(bodies.get(condition[1], ()) if condition else ())
+  limits = re.findall(r' = s32\[\]\S* constant\((\d+)\)', lines)
+  return int(limits[0]) if len(limits) == 1 and 'direction=LT' in lines else 1
 
 
 def _size(rest) -> int:

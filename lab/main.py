@@ -1,8 +1,8 @@
 """python -m lab.main --config=configs/pose.py --workdir=runs/pose [--mode=MODE] [--config.KEY=VALUE ...]
 
 Modes: train, eval, predict, lr_find (a learning-rate range test); inspect and page (what a workdir holds, as text or as
-an HTML page) need no --config. Without one, eval and predict take that of the run. compile, which needs no workdir, tells
-what a step needs on a machine that need not be there: --topology=v5e:16x16.
+an HTML page) need no --config. Without one, eval and predict take that of the run. compile, which needs no workdir,
+tells what a step needs on a machine that need not be there: --topology=v5e:16x16.
 
 Exit codes: 0 done; 2 configuration; 3 data; 4 numbers that are not finite; 5 checkpoint; 6 memory or disk;
 7 distributed; 75 preempted: start the same command again.
@@ -27,8 +27,8 @@ flags.DEFINE_string('step', 'latest', 'eval, predict and inspect: latest, best o
 flags.DEFINE_string('input', '', 'predict: a file, a folder, a camera number or a text')
 flags.DEFINE_string('output', '', 'folder for the results; if empty, predict: WORKDIR/predictions, eval: WORKDIR; '
                     'inspect and compile: a JSON file')
-flags.DEFINE_string('topology', '', 'compile: v5e:16x16, v5p:4x4x4, ...; with *4 four slices; gpu:2 or cpu:8 for devices '
-                    'of this machine')
+flags.DEFINE_string('topology', '', 'compile: v5e:16x16, v5p:4x4x4, ...; with *4 four slices; gpu:2 or cpu:8 for '
+                    'devices of this machine')
 flags.DEFINE_bool('distributed', False, 'find the other processes as the platform tells (Cloud TPU, Slurm, ...)')
 
 

@@ -104,7 +104,7 @@ def make(config: Mapping[str, int], devices: list | None = None) -> Mesh:
   sizes = [len(devices) // known if s == -1 else s for s in sizes]
   if int(np.prod(sizes)) != len(devices):
     raise ConfigError(f'config.mesh = {dict(config)} needs a multiple of {known} devices, there are {len(devices)}')
-  slices = len({d.slice_index for d in devices}) if devices[0].platform == 'tpu' else 1
+  slices = len({getattr(d, 'slice_index', 0) for d in devices}) if devices[0].platform == 'tpu' else 1
   if slices > 1:
     return _hybrid(config, sizes, devices, slices)
   return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)

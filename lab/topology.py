@@ -9,8 +9,8 @@ import jax
 from lab.task import ConfigError
 
 GB = 1e9
-FORMS = ('v5e:16x16, v5p:4x4x4, v4:4x4x4, v6e:16x16; with *4 behind for four slices; gpu:2 or cpu:8 for devices of this '
-         'machine')
+FORMS = ('v5e:16x16, v5p:4x4x4, v4:4x4x4, v6e:16x16; with *4 behind for four slices; gpu:2 or cpu:8 for devices of '
+         'this machine')
 
 
 class Chip(NamedTuple):
@@ -20,8 +20,8 @@ class Chip(NamedTuple):
   network: float       # bytes/s that it sends to other slices or machines
 
 
-# cloud.google.com/tpu/docs/v4, v5e, v5p, v6e: memory; half of the bidirectional bandwidth between chips; the share that a
-# chip has of the network. H100 SXM, H200: NVIDIA's data sheets; half of NVLink's 900 GB/s, a 400 Gbit/s adapter a GPU.
+# cloud.google.com/tpu/docs/v4, v5e, v5p, v6e: memory; half of the bidirectional bandwidth between chips; the share that
+# a chip has of the network. H100 SXM, H200: NVIDIA's data sheets; half of NVLink's 900 GB/s, 400 Gbit/s a GPU.
 CHIPS = (
     (r'TPU v4', Chip(1228 * GB, 300 * GB, 6.25 * GB)),
     (r'TPU v5 ?lite|TPU v5e', Chip(819 * GB, 200 * GB, 3.1 * GB)),

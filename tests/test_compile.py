@@ -46,7 +46,7 @@ def test_model_flops_do_not_hang_on_the_mesh(toy, tmp_path):
 @pytest.mark.parametrize('machine, flags, told', [
     ('', (), 'needs --topology'), ('v5e', (), 'expected v5e:16x16'), ('tpu:4', (), 'expected v5e:16x16'),
     ('cpu:9', (), 'this machine has 8 such devices'), ('gpu:1', (), 'this machine has 0 such devices'),
-    ('cpu:8', ('--config.input.batch_size=12', '--config.mesh.data=8'), 'a multiple of data x fsdp = 8 devices, such as 16'),
+    ('cpu:8', ('--config.input.batch_size=12', '--config.mesh.data=8'), 'data x fsdp = 8 devices, such as 16'),
     ('cpu:8', ('--config.mesh.data=3',), 'needs a multiple of 3 devices')])
 def test_what_cannot_be_is_told(toy, tmp_path, capsys, machine, flags, told):
   code, found = compiled(tmp_path, machine, '--config.mesh.fsdp=1', *flags)

@@ -18,7 +18,7 @@ TEXT = '''HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[
 
 %body (t: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {
   %t = (s32[], bf16[4,8]{1,0}) parameter(0)
-  %all-gather-start = (bf16[4,2]{1,0}, bf16[4,8]{1,0:T(4,128)(2,1)S(1)}) all-gather-start(%g), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={1}
+  %all-gather-start = (bf16[4,2]{1,0}, bf16[4,8]{1,0:T(2,1)}) all-gather-start(%g), replica_groups={{0,1,2,3},{4,5,6,7}}
   %all-gather-done = bf16[4,8]{1,0} all-gather-done(%all-gather-start)
   ROOT %out = (s32[], bf16[4,8]{1,0}) tuple(%n, %all-gather-done)
 }
@@ -29,8 +29,8 @@ TEXT = '''HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[
 
 ENTRY %main.1_spmd (p0: f32[8], p1: f32[16]) -> f32[8] {
   %p0 = f32[8]{0} parameter(0)
-  %all-reduce = (f32[8]{0}, bf16[4]{0}) all-reduce(%a, %b), channel_id=1, replica_groups={}, use_global_device_ids=true, to_apply=%add
-  %while = (s32[], bf16[4,8]{1,0}) while(%t0), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"12"}}
+  %all-reduce = (f32[8]{0}, bf16[4]{0}) all-reduce(%a, %b), channel_id=1, replica_groups={}, to_apply=%add
+  %while = (s32[], bf16[4,8]) while(%t0), condition=%condition, body=%body, x={"known_trip_count":{"n":"12"}}
   %fusion = f32[8]{0} fusion(%w), kind=kCustom, calls=%all-reduce-scatter.1
   %all-to-all = s8[8,2]{1,0} all-to-all(%q), replica_groups=[4,2]<=[8], dimensions={0}
   %permute = (u32[16]{0}, u32[16]{0}, u32[], u32[]) collective-permute-start(%p1), source_target_pairs={{0,1},{1,0}}
@@ -49,6 +49,8 @@ def test_collectives_are_counted_with_loops_and_inside_fusions():
 
 
 def test_a_loop_of_unknown_turns_counts_once_and_nothing_is_nothing():
-  unknown = TEXT.replace(', backend_config={"known_trip_count":{"n":"12"}}', '')
+  unknown = TEXT.replace(', x={"known_trip_count":{"n":"12"}}', '')
   assert hlo.collectives(unknown, 8)['all-gather'].count == 1
-  assert hlo.collectives('HloModule x\n\nENTRY %main (p: f32[]) -> f32[] {\n  ROOT %p = f32[] parameter(0)\n}\n', 1) == {}
+  told = unknown.replace('  ROOT %less', '  %twelve = s32[]{:T(128)} constant(12)\n  ROOT %less')
+  assert hlo.collectives(told, 8)['all-gather'].count == 12
+  assert hlo.collectives('ENTRY %main (p: f32[]) -> f32[] {\n  ROOT %p = f32[] parameter(0)\n}\n', 1) == {}

@@ -11,6 +11,13 @@ LIBTPU = importlib.util.find_spec('libtpu') is not None
 tpu = pytest.mark.skipif(not LIBTPU, reason='libtpu is not installed: pip install .[tpu]')
 
 
+@pytest.fixture(autouse=True)
+def as_before():
+  """absl remembers the flags of the last call."""
+  yield
+  main.FLAGS.mode, main.FLAGS.topology, main.FLAGS.output = 'train', '', ''
+
+
 def compiled(tmp_path, machine, *flags, config='tests/toy.py'):
   """(exit code, the report or None)."""
   out = tmp_path / 'report.json'
@@ -41,6 +48,16 @@ def test_model_flops_do_not_hang_on_the_mesh(toy, tmp_path):
                        '--config.mesh.fsdp=1', '--config.input.batch_size=8')[1]['flops']
               for machine, n in (('cpu:1', 1), ('cpu:8', 2)))
   assert two == 2 * one > 0
+
+
+def test_parameters_split_over_fsdp_are_gathered_and_not_the_batch(tmp_path):
+  sent = []
+  for data, fsdp in ((8, 1), (1, 8)):
+    code, found = compiled(tmp_path, 'cpu:8', f'--config.mesh.data={data}', f'--config.mesh.fsdp={fsdp}',
+                           '--config.input.batch_size=64', config='configs/gpt.py:smoke')
+    assert code == 0
+    sent.append(sum(c['traffic'] for c in found['collectives'].values()))
+  assert sent[1] < 3 * sent[0]           # gradients are summed either way; parameters are gathered twice
 
 
 @pytest.mark.parametrize('machine, flags, told', [

@@ -7,11 +7,13 @@ be rounded away.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from lab.nn import attention
 
@@ -88,6 +90,19 @@ class Transformer(nn.Module):
     return x if cache is None else (x, {**cached, 'segments': held})
 
 
+def by_batch(x: jax.Array) -> jax.Array:
+  """[B, ...] split over the axes data and fsdp of the mesh, as batches are; as it is without them, or if B doesn't fit.
+
+  Left to itself the compiler may gather the batch instead of parameters that are split over fsdp, and sum products of
+  all of it: many times the traffic and the memory.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  axes = tuple(a for a in ('data', 'fsdp') if a in mesh.shape)
+  if not axes or x.shape[0] % math.prod(mesh.shape[a] for a in axes):
+    return x
+  return jax.lax.with_sharding_constraint(x, P(axes))
+
+
 def cache(shape: Shape, batch: int, length: int, dtype: str | None = None) -> dict[str, jax.Array]:
   """An empty cache of T = length places: key and value [L, B, T, H, Dh] in dtype (the shape's), segments i32[B, T]."""
   size = (shape.layers, batch, length, shape.heads, shape.width // shape.heads)
@@ -113,7 +128,7 @@ class Block(nn.Module):
   @nn.compact
   def __call__(self, x, cached, where):
     c = self.shape
-    pre = c.norm == 'pre'
+    pre, x = c.norm == 'pre', by_batch(x)
     drop = nn.Dropout(c.dropout, deterministic=not self.train)
     norm0, norm1 = (_norm(c, c.dtype if pre else jnp.float32, name) for name in ('norm0', 'norm1'))
     y, cached = Attention(c, self.causal, self.train, name='attention')(norm0(x) if pre else x, cached, where)

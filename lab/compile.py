@@ -42,7 +42,7 @@ def run(task: Task, config, name: str, output: str = '') -> dict:
       if 'RESOURCE_EXHAUSTED' not in str(e):
         raise
       said = next((line for line in str(e).splitlines() if 'exceed' in line), str(e).splitlines()[0])
-      raise TooLarge(f'{name}: the step does not fit: {said.strip()}. {_advice(config, like)}') from None
+      raise TooLarge(f'{name}: the step does not fit: {said.strip()}. {_advice(config, like, mesh)}') from None
   report |= {'memory': _memory(compiled, machine, like, batch), 'flops': work,
              'collectives': {k: v._asdict() for k, v in hlo.collectives(compiled.as_text(),
                                                                         len(machine.devices)).items()},
@@ -52,7 +52,7 @@ def run(task: Task, config, name: str, output: str = '') -> dict:
   if output:
     logs.write_atomically(output, json.dumps(report, indent=2))
   if not report['memory']['fits']:
-    raise TooLarge(f'{name}: the step does not fit. {_advice(config, like)}')
+    raise TooLarge(f'{name}: the step does not fit. {_advice(config, like, mesh)}')
   return report
 
 
@@ -91,15 +91,14 @@ def _roofline(report, machine, peak_tflops) -> dict:
   """Seconds that a step takes at least, by each bound, and the share of the peak that this leaves (MFU).
 
   compute: the model's FLOPs at the devices' peak. memory: arguments, results and temporaries each moved once (written
-  and read). network: what collectives send, over the links of a slice, or between slices where there are several.
+  and read). network: what collectives send, over the links of a slice; several slices take longer than that.
   """
   chip, m = machine.chip, report['memory']
   peak = 1e12 * peak_tflops or flops.peak(report['device_kind'])
   traffic = sum(c['traffic'] for c in report['collectives'].values())
-  speed = chip.network if machine.slices > 1 else chip.link
   moved = m['arguments'] + m['output'] + 2 * m['temporaries']
   bounds = {'compute': report['flops'] / (peak * report['devices']) if peak else 0.0,
-            'memory': moved / chip.hbm if chip.hbm else 0.0, 'network': traffic / speed if speed else 0.0}
+            'memory': moved / chip.hbm if chip.hbm else 0.0, 'network': traffic / chip.link if chip.link else 0.0}
   worst = max(bounds, key=bounds.get)
   return {**bounds, 'bound': worst if bounds[worst] else '', 'seconds': bounds[worst],
           'mfu': bounds['compute'] / bounds[worst] if bounds[worst] else 0.0}
@@ -111,13 +110,15 @@ def _layout(like) -> dict[str, str]:
   return {path: f'{x.dtype.name}{list(x.shape)} {tuple(x.sharding.spec)}' for path, x in found[:SHOWN]}
 
 
-def _advice(config, like) -> str:
+def _advice(config, like, mesh) -> str:
   """Three settings that help most, by what takes the room."""
   state = memory.on_device(like.params) + memory.on_device(like.opt)
   accumulate, size = config.optim.accumulate, config.input.batch_size
-  room = [f'config.mesh.fsdp={2 * max(config.mesh.fsdp, 1)} (parameters and optimizer take {memory.size(state)} a '
-          'device)',
-          f'config.input.batch_size={max(size // 2, 1)} with config.optim.accumulate={2 * accumulate}']
+  room = [f'config.mesh.fsdp={2 * mesh.shape["fsdp"]} (parameters and optimizer take {memory.size(state)} a device)']
+  if size % (2 * mesh.shape['data'] * mesh.shape['fsdp']):      # half of it would not give each device an example
+    room.append(f'config.mesh.tensor={2 * mesh.shape["tensor"]}')
+  else:
+    room.append(f'config.input.batch_size={size // 2} with config.optim.accumulate={2 * accumulate}')
   if 'remat' in config.get('model', {}) and not config.model.remat:
     room.append('config.model.remat=True')
   else:

@@ -17,21 +17,20 @@ class Chip(NamedTuple):
   """What one device has; its peak FLOP/s is in flops.py. 0 where nobody says."""
   hbm: float           # bytes/s of its memory
   link: float          # bytes/s that it sends to the others of its slice, or over NVLink
-  network: float       # bytes/s that it sends to other slices or machines
 
 
-# cloud.google.com/tpu/docs/v4, v5e, v5p, v6e: memory; half of the bidirectional bandwidth between chips; the share that
-# a chip has of the network. H100 SXM, H200: NVIDIA's data sheets; half of NVLink's 900 GB/s, 400 Gbit/s a GPU.
+# cloud.google.com/tpu/docs/v4, v5e, v5p, v6e: memory; half of the bidirectional bandwidth between chips. H100, H200:
+# NVIDIA's data sheets (SXM); half of NVLink's 900 GB/s.
 CHIPS = (
-    (r'TPU v4', Chip(1228 * GB, 300 * GB, 6.25 * GB)),
-    (r'TPU v5 ?lite|TPU v5e', Chip(819 * GB, 200 * GB, 3.1 * GB)),
-    (r'TPU v5p?', Chip(2765 * GB, 600 * GB, 6.25 * GB)),
-    (r'TPU v6 ?lite|TPU v6e', Chip(1600 * GB, 400 * GB, 12.5 * GB)),
-    (r'NVIDIA H100 80GB HBM3', Chip(3350 * GB, 450 * GB, 50 * GB)),
-    (r'NVIDIA H200', Chip(4800 * GB, 450 * GB, 50 * GB)),
+    (r'TPU v4', Chip(1228 * GB, 300 * GB)),
+    (r'TPU v5 ?lite|TPU v5e', Chip(819 * GB, 200 * GB)),
+    (r'TPU v5p?', Chip(2765 * GB, 600 * GB)),
+    (r'TPU v6 ?lite|TPU v6e', Chip(1600 * GB, 400 * GB)),
+    (r'NVIDIA H100 80GB HBM3', Chip(3350 * GB, 450 * GB)),
+    (r'NVIDIA H200', Chip(4800 * GB, 450 * GB)),
 )
-# bytes of memory that the compiler may fill, by the generation's name; of the others nobody says before one runs
-MEMORY = {'v4': 31.25 * 2**30, 'v5e': 15.75 * 2**30, 'v5p': 94.75 * 2**30, 'v6e': 31.25 * 2**30}
+# bytes of memory that the compiler (libtpu 0.0.42.1) lets a program fill, as its refusal of a larger one says
+MEMORY = {'v4': 30.75 * 2**30, 'v5e': 15.75 * 2**30, 'v5p': 95.74 * 2**30, 'v6e': 31.25 * 2**30}
 # what libtpu wants to know beside the shape
 OPTIONS = {'v4': {'chip_config_name': 'megacore'}}
 # libtpu finds no TPU here and is told not to look for one, nor to leave files
@@ -51,7 +50,7 @@ class Topology(NamedTuple):
   def chip(self) -> Chip:
     """What each device has."""
     kind = self.devices[0].device_kind
-    return next((chip for names, chip in CHIPS if re.fullmatch(names, kind)), Chip(0, 0, 0))
+    return next((chip for names, chip in CHIPS if re.fullmatch(names, kind)), Chip(0, 0))
 
 
 def find(name: str) -> Topology:

@@ -77,6 +77,15 @@ def test_what_does_not_fit_ends_with_advice(toy, tmp_path, capsys, monkeypatch):
   assert code == 6 and not found['memory']['fits']
   said = capsys.readouterr()
   assert 'DOES NOT FIT' in said.out and said.err.count('config.') >= 3 and 'What helps most' in said.err
+  assert 'config.input.batch_size=4 with config.optim.accumulate=2' in said.err
+
+
+def test_no_batch_is_advised_that_would_be_refused(toy, tmp_path, capsys, monkeypatch):
+  find = topology.find
+  monkeypatch.setattr(topology, 'find', lambda name: find(name)._replace(memory=100.0))
+  assert compiled(tmp_path, 'cpu:8', '--config.mesh.data=8', '--config.input.batch_size=8')[0] == 6
+  said = capsys.readouterr().err
+  assert 'config.mesh.tensor=2' in said and 'config.input.batch_size' not in said
 
 
 @pytest.mark.skipif(LIBTPU, reason='libtpu is installed')

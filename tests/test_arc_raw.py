@@ -121,7 +121,7 @@ def test_broken_tasks_are_named(tmp_path, capsys, content, words):
     ('x.jsonl', [TASK, {'examples': [[A, [[1, 2], [3]]]]}], 'x.jsonl:2: task x#2, examples pair 1, output, row 2: 1'),
     ('x.jsonl', [TASK, 3], 'x.jsonl:2: no task'), ('x.jsonl', json.dumps(TASK) + '\n{"a', 'x.jsonl:2: no JSON, or cut'),
     ('x.jsonl', json.dumps(TASK).encode() + b'\n\xe9', r'x.jsonl:2: byte 0 \(0xe9\)'),
-    ('x.json.gz', gzip.compress(b'[' * 99)[:-9], 'x.json.gz: its gzip stream is cut off'),
+    ('x.json.gz', gzip.compress(b'[' * 99, mtime=0)[:-9], 'x.json.gz: its gzip stream is cut off'),
     ('x.json.gz', b'\x1f\x8bxxxxxxxxxxx', 'x.json.gz: its gzip stream'), ('x.txt', '', 'no ARC tasks there; expected'),
     ('x.jsonl', '', 'no grid of train remains')])
 def test_broken_files_are_named(tmp_path, capsys, name, content, words):

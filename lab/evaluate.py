@@ -106,7 +106,8 @@ def run(task: Task, config, workdir: str, which: str, output: str = '') -> Scala
   if jax.process_index() == 0:
     folder, name = output or files.local(workdir), f'eval_{step}.json'
     os.makedirs(folder, exist_ok=True)
-    logs.write_atomically(os.path.join(folder, name), json.dumps(logs.finite({'step': step, **scalars}), indent=2) + '\n')
+    found = logs.finite({'step': step, **scalars})
+    logs.write_atomically(os.path.join(folder, name), json.dumps(found, indent=2) + '\n')
     logs.write_pictures(os.path.join(folder, f'eval_{step}'), pictures)
     files.push(workdir)
     logs.say(f'step {step}: {summary(scalars)}\nwritten to {os.path.join(output or workdir, name)}')

@@ -24,9 +24,9 @@ import time
 from lab.task import ConfigError
 
 log = logging.getLogger('lab')
-# both are read once, when others first need them. Orbax's paths would load TensorFlow for a bucket, which takes seconds;
+# Both are read once, when they are first needed. Orbax's paths would load TensorFlow for a bucket, which takes seconds,
 os.environ.setdefault('EPATH_USE_TF', 'false')
-# gcsfs would ask another service, by another protocol, of which kind the bucket is, and wait for it
+# and gcsfs would ask another service, by another protocol, of which kind the bucket is
 os.environ.setdefault('GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT', 'false')
 MARK = 'commit_success.txt'                          # Orbax's last word on a checkpoint in a bucket
 CHECKPOINTS = 'checkpoints'
@@ -124,7 +124,7 @@ def _write(path, content):
 
 
 def local(workdir: str) -> str:
-  """The folder of this machine with a workdir's files, less its checkpoints; of one in a bucket they are fetched once."""
+  """The folder here that has a workdir's files, less its checkpoints; of one in a bucket they are fetched once."""
   if not remote(workdir):
     return workdir
   if workdir not in _scratch:
@@ -200,7 +200,7 @@ def claim(workdir: str):
   """Takes a workdir for this process, as a context; one on the disk is locked until the process ends, however it does.
 
   In a bucket nothing can be locked so that a dead process sets it free. There the last one to come has the workdir, and
-  an earlier one that still lives ends when it is about to write its next checkpoint. StorageError where it can't be had.
+  an earlier one that still lives ends when it is about to write its next checkpoint. Raises StorageError.
   """
   if remote(workdir):
     return _claim_remote(workdir)
@@ -292,7 +292,7 @@ def _service():
 
 
 class _Retries(logging.Handler):
-  """Tells of each request that is made again; gcsfs's own log and its traces are left out, for its errors come anyway."""
+  """Tells of each request that is made again. gcsfs's own log and traces are left out, for its errors come anyway."""
   count = 0
 
   def emit(self, record):
@@ -303,13 +303,13 @@ class _Retries(logging.Handler):
 
 
 def retries(before: int = 0) -> int:
-  """How often tensorstore, which writes the arrays of checkpoints, had to ask again; warns if it is more than `before`."""
+  """How often tensorstore, which writes the arrays of checkpoints, had to ask again; warns if more than `before`."""
   import tensorstore
-  values = [v['value'] for metric in tensorstore.experimental_collect_matching_metrics('/tensorstore/kvstore/gcs/retries')
-            for v in metric['values']]
-  if sum(values) > before:
-    log.warning('a bucket refused requests for arrays, which were made again (%d so far)', sum(values))
-  return sum(values)
+  found = tensorstore.experimental_collect_matching_metrics('/tensorstore/kvstore/gcs/retries')
+  count = sum(value['value'] for metric in found for value in metric['values'])
+  if count > before:
+    log.warning('a bucket refused requests for arrays, which were made again (%d so far)', count)
+  return count
 
 
 def away(path: str, error: Exception) -> bool:

@@ -53,7 +53,8 @@ def describe(workdir: str, which: str = 'latest') -> dict[str, Any]:
   config = flatten(meta.get('config', newest))
   arrays = _arrays(meta.get('arrays', {}))
   return {
-      'workdir': given if files.remote(given) else workdir, 'task': config.get('task', ''), **_state(paths, rows, total),
+      'workdir': given if files.remote(given) else workdir, 'task': config.get('task', ''),
+      **_state(paths, rows, total),
       'chosen': chosen, 'latest': max(paths, default=None), 'best': best, 'best_metric': metric,
       'steps': [_step(s, paths[s], metas[s]) for s in sorted(paths)], **leftovers,
       'data': meta.get('data', ''), 'notes': meta.get('notes', {}), 'versions': _versions(meta.get('versions', {})),

@@ -129,7 +129,7 @@ class Log:
                   {name: metadata.create_summary_metadata('', '') for name in moving})
 
   def flush(self) -> None:
-    """Everything logged so far is on disk, or in the bucket, when this returns; checkpoints are only written after it."""
+    """Everything logged so far is on disk, or in the bucket, when this returns; only then a checkpoint is written."""
     if not self.main:
       return
     for f in self.files.values():

@@ -15,8 +15,9 @@ from lab.task import ConfigError, Task
 def run(task: Task, config, workdir: str, which: str, source: str, output: str) -> int:
   """Predicts every input in `source` (a file, a folder, a camera) with a checkpoint's weights.
 
-  Writes predictions.jsonl and what task.picture draws into `output`, by default the workdir's folder predictions. An input that can't be used is named and left out, and
-  makes the program end with code 3 after the others. Returns the number of inputs that were used.
+  Writes predictions.jsonl and what task.picture draws into `output`, or where it is empty into the workdir's folder
+  predictions. An input that can't be used is named and left out, and makes the program end with code 3 after the
+  others. Returns the number of inputs that were used.
   """
   if task.inputs is None:
     raise ConfigError(f'{config.task} has no --mode=predict')

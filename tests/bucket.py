@@ -38,7 +38,7 @@ class Bucket:
     self.lock, self.count = threading.RLock(), 0
 
   def __enter__(self):
-    self.server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), _handler(self))
+    self.server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), type('Handler', (_Handler,), {'bucket': self}))
     self.server.daemon_threads = True
     self.server.handle_error = _told
     self.thread = threading.Thread(target=self.server.serve_forever, kwargs={'poll_interval': 0.05})
@@ -106,113 +106,112 @@ def _told(*_):
     traceback.print_exc()
 
 
-def _handler(bucket):
-  """The request handler of a bucket."""
-  class Handler(http.server.BaseHTTPRequestHandler):
-    """One connection."""
-    protocol_version = 'HTTP/1.1'
+class _Handler(http.server.BaseHTTPRequestHandler):
+  """One connection to `bucket`."""
+  bucket: Bucket
+  protocol_version = 'HTTP/1.1'
 
-    def log_message(self, *_):
-      pass
+  def log_message(self, *_):
+    pass
 
-    def answer(self, status, content=b'', **headers):
-      if not isinstance(content, bytes):
-        content, headers['Content-Type'] = json.dumps(content).encode(), 'application/json; charset=UTF-8'
-      self.send_response(status)
-      for key, value in {**headers, 'Content-Length': len(content)}.items():
-        self.send_header(key.replace('_', '-'), str(value))
-      self.end_headers()
-      with contextlib.suppress(BrokenPipeError):
-        self.wfile.write(content)
+  def answer(self, status, content=b'', **headers):
+    if not isinstance(content, bytes):
+      content, headers['Content-Type'] = json.dumps(content).encode(), 'application/json; charset=UTF-8'
+    self.send_response(status)
+    for key, value in {**headers, 'Content-Length': len(content)}.items():
+      self.send_header(key.replace('_', '-'), str(value))
+    self.end_headers()
+    with contextlib.suppress(BrokenPipeError):
+      self.wfile.write(content)
 
-    def error(self, status):
-      self.answer(status, {'error': {'code': status, 'message': f'answered {status} on purpose' if status != 404 else
-                                     'No such object or bucket'}})
+  def error(self, status):
+    self.answer(status, {'error': {'code': status, 'message': f'answered {status} on purpose' if status != 404 else
+                                   'No such object or bucket'}})
 
-    def do(self):
-      url = urllib.parse.urlsplit(self.path)
-      query = {k: v[0] for k, v in urllib.parse.parse_qs(url.query, keep_blank_values=True).items()}
-      body = self.rfile.read(int(self.headers.get('Content-Length') or 0))
-      path = url.path.replace('/upload/', '/', 1)
-      if path == '/storage/v1/b/lab':
-        return self.answer(200, {'kind': 'storage#bucket', 'name': 'lab', 'id': 'lab'})
-      plain = re.fullmatch('/lab/(.+)', path)
-      if plain:                # the older interface, by which TensorFlow reads contents
-        path, query['alt'] = f'/storage/v1/b/lab/o/{urllib.parse.quote(urllib.parse.unquote(plain[1]), safe="")}', 'media'
-      match = OBJECT.fullmatch(path)
-      if not match:
-        return self.error(404)
-      where, name, other = (urllib.parse.unquote(x) if x else x for x in match.groups())
-      status = bucket.fault(self.command, name or query.get('name') or query.get('prefix') or
-                            (_parts(self.headers, body)[0].get('name', '') if body else ''))
-      if status == 0:
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))
-        self.connection.close()
-        self.close_connection = True
-        return None
-      if status or where != 'lab':
-        return self.error(status or 404)
-      with bucket.lock:
-        if url.path.startswith('/upload/'):
-          return self.upload(query, body)
-        if name is None:
-          return self.answer(200, _listing(bucket, query))
-        if name not in bucket.objects:
-          return self.error(404)
-        if 'ifGenerationMatch' in query and int(query['ifGenerationMatch']) != bucket.generations[name]:
-          return self.error(412)
-        if other is not None:
-          bucket.put(other, bucket.objects.pop(name))
-          del bucket.generations[name]
-          return self.answer(200, _about(bucket, other))
-        if self.command == 'DELETE':
-          del bucket.objects[name], bucket.generations[name]
-          return self.answer(204)
-        return self.download(name) if query.get('alt') == 'media' else self.answer(200, _about(bucket, name))
-
-    def do_CONNECT(self):
-      self.answer(200)
-      with contextlib.closing(bucket.tls.wrap_socket(self.connection, server_side=True)) as inner:
-        Handler(inner, self.client_address, self.server)
+  def do(self):
+    url = urllib.parse.urlsplit(self.path)
+    query = {k: v[0] for k, v in urllib.parse.parse_qs(url.query, keep_blank_values=True).items()}
+    body = self.rfile.read(int(self.headers.get('Content-Length') or 0))
+    path = url.path.replace('/upload/', '/', 1)
+    if path == '/storage/v1/b/lab':
+      return self.answer(200, {'kind': 'storage#bucket', 'name': 'lab', 'id': 'lab'})
+    plain = re.fullmatch('/lab/(.+)', path)
+    if plain:                # the older interface, by which TensorFlow reads contents
+      path, query['alt'] = f'/storage/v1/b/lab/o/{plain[1].replace("/", "%2F")}', 'media'
+    match = OBJECT.fullmatch(path)
+    if not match:
+      return self.error(404)
+    where, name, other = (urllib.parse.unquote(x) if x else x for x in match.groups())
+    status = self.bucket.fault(self.command, name or query.get('name') or query.get('prefix') or
+                               (_parts(self.headers, body)[0].get('name', '') if body else ''))
+    if status == 0:
+      self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))
+      self.connection.close()
       self.close_connection = True
-
-    def upload(self, query, body):
-      """Whole objects, whatever way they come."""
-      if 'upload_id' in query:
-        name, query, content = bucket.uploads[query['upload_id']]
-        content += body
-        total = self.headers['Content-Range'].rpartition('/')[2]
-        if total == '*' or len(content) < int(total):
-          return self.answer(308, Range=f'bytes=0-{len(content) - 1}')
-        body = bytes(content)
-      elif query['uploadType'] == 'media':
-        name = query['name']
-      else:
-        about, content = _parts(self.headers, body)
-        name = query.get('name') or about['name']
-        if query['uploadType'] == 'resumable':
-          key = str(len(bucket.uploads))
-          bucket.uploads[key] = name, query, bytearray()
-          return self.answer(200, Location=f'{bucket.url}/upload/storage/v1/b/lab/o?uploadType=resumable&upload_id={key}')
-        body = content
-      if 'ifGenerationMatch' in query and int(query['ifGenerationMatch']) != bucket.generations.get(name, 0):
+      return None
+    if status or where != 'lab':
+      return self.error(status or 404)
+    with self.bucket.lock:
+      if url.path.startswith('/upload/'):
+        return self.upload(query, body)
+      if name is None:
+        return self.answer(200, _listing(self.bucket, query))
+      if name not in self.bucket.objects:
+        return self.error(404)
+      if 'ifGenerationMatch' in query and int(query['ifGenerationMatch']) != self.bucket.generations[name]:
         return self.error(412)
-      bucket.put(name, body)
-      return self.answer(200, _about(bucket, name))
+      if other is not None:
+        self.bucket.put(other, self.bucket.objects.pop(name))
+        del self.bucket.generations[name]
+        return self.answer(200, _about(self.bucket, other))
+      if self.command == 'DELETE':
+        del self.bucket.objects[name], self.bucket.generations[name]
+        return self.answer(204)
+      return self.download(name) if query.get('alt') == 'media' else self.answer(200, _about(self.bucket, name))
 
-    def download(self, name):
-      content = bucket.objects[name]
-      about = {'x_goog_generation': bucket.generations[name], 'ETag': bucket.generations[name]}
-      asked = re.fullmatch(r'bytes=(\d+)-(\d*)', self.headers.get('Range') or '')
-      if not asked:
-        return self.answer(200, content, **about)
-      first, last = int(asked[1]), min(int(asked[2] or len(content)), len(content) - 1)
-      if first > last:
-        return self.error(416)
-      return self.answer(206, content[first:last + 1], Content_Range=f'bytes {first}-{last}/{len(content)}', **about)
+  def do_CONNECT(self):
+    self.answer(200)
+    with contextlib.closing(self.bucket.tls.wrap_socket(self.connection, server_side=True)) as inner:
+      type(self)(inner, self.client_address, self.server)
+    self.close_connection = True
 
-    do_GET = do_POST = do_PUT = do_DELETE = do
-  return Handler
+  def upload(self, query, body):
+    """Whole objects, whatever way they come."""
+    if 'upload_id' in query:
+      name, query, content = self.bucket.uploads[query['upload_id']]
+      content += body
+      total = self.headers['Content-Range'].rpartition('/')[2]
+      if total == '*' or len(content) < int(total):
+        return self.answer(308, Range=f'bytes=0-{len(content) - 1}')
+      body = bytes(content)
+    elif query['uploadType'] == 'media':
+      name = query['name']
+    else:
+      about, content = _parts(self.headers, body)
+      name = query.get('name') or about['name']
+      if query['uploadType'] == 'resumable':
+        key = str(len(self.bucket.uploads))
+        self.bucket.uploads[key] = name, query, bytearray()
+        address = f'{self.bucket.url}/upload/storage/v1/b/lab/o?uploadType=resumable&upload_id={key}'
+        return self.answer(200, Location=address)
+      body = content
+    if 'ifGenerationMatch' in query and int(query['ifGenerationMatch']) != self.bucket.generations.get(name, 0):
+      return self.error(412)
+    self.bucket.put(name, body)
+    return self.answer(200, _about(self.bucket, name))
+
+  def download(self, name):
+    content = self.bucket.objects[name]
+    about = {'x_goog_generation': self.bucket.generations[name], 'ETag': self.bucket.generations[name]}
+    asked = re.fullmatch(r'bytes=(\d+)-(\d*)', self.headers.get('Range') or '')
+    if not asked:
+      return self.answer(200, content, **about)
+    first, last = int(asked[1]), min(int(asked[2] or len(content)), len(content) - 1)
+    if first > last:
+      return self.error(416)
+    return self.answer(206, content[first:last + 1], Content_Range=f'bytes {first}-{last}/{len(content)}', **about)
+
+  do_GET = do_POST = do_PUT = do_DELETE = do
 
 
 def certificate(folder) -> str:
@@ -225,7 +224,8 @@ def certificate(folder) -> str:
   hosts = x509.SubjectAlternativeName([x509.DNSName(f'{h}.googleapis.com') for h in ('www', 'storage')])
   made = (x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key()).serial_number(1)
           .not_valid_before(now - datetime.timedelta(days=1)).not_valid_after(now + datetime.timedelta(days=1))
-          .add_extension(hosts, False).add_extension(x509.BasicConstraints(True, None), True).sign(key, hashes.SHA256()))
+          .add_extension(hosts, False).add_extension(x509.BasicConstraints(True, None), True)
+          .sign(key, hashes.SHA256()))
   path = os.path.join(folder, 'service.pem')
   with open(path, 'wb') as f:
     f.write(made.public_bytes(form.Encoding.PEM))

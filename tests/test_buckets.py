@@ -31,7 +31,7 @@ def service():
   with Bucket() as bucket, pytest.MonkeyPatch.context() as patch:
     for key, value in bucket.environment.items():
       patch.setenv(key, value)
-    patch.setitem(fsspec.config.conf, 'gs', {'token': 'anon', 'project': 'none'})     # as the environment says, read anew
+    patch.setitem(fsspec.config.conf, 'gs', {'token': 'anon', 'project': 'none'})     # as the environment, read before
     yield bucket
 
 
@@ -354,7 +354,8 @@ def test_other_addresses_are_refused(argument, capsys):
 def test_what_is_not_installed_is_told_first(monkeypatch, capsys):
   monkeypatch.setattr(files.importlib.util, 'find_spec', lambda name: None)
   for argument in ('--workdir=gs://lab/run', '--config.init_from=gs://lab/run'):
-    assert main.main(['main', '--config=tests/toy.py', '--workdir=/nowhere', '--mode=train', '--output=', argument]) == 2
+    arguments = ['main', '--config=tests/toy.py', '--workdir=/nowhere', '--mode=train', '--output=', argument]
+    assert main.main(arguments) == 2
     assert "pip install '.[gcs]'" in capsys.readouterr().err
   files.check('config.data.dir', 'gs://lab/data', records=True)      # TensorFlow's own client reads it
 

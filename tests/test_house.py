@@ -34,6 +34,8 @@ DOORS = {
     'clu': r'lab/logs\.py',
     'cv2': r'data_pipelines/(images|films)\.py',
     'flax': r'lab/nn/|lab/systems/\w+/(model|simvp|pools|lattice|memory)\.py',
+    'fsspec': r'lab/files\.py',
+    'gcsfs': r'lab/files\.py',
     'jax': r'lab/|configs/',
     'optax': r'lab/(optim|schedules)\.py',
     'orbax': r'lab/checkpoint\.py',
@@ -46,10 +48,12 @@ DOORS = {
     'tensorboard': r'lab/logs\.py',
     'tensorflow': r'data_pipelines/',
     'tensorflow_datasets': r'data_pipelines/',
+    'tensorstore': r'lab/files\.py',
     'tokenizers': r'data_pipelines/tokens\.py',
 }
 # slow
-LATE = ('tensorflow', 'tensorflow_datasets', 'tokenizers', 'clu', 'cv2', 'matplotlib', 'PIL', 'pyarrow', 'tensorboard')
+LATE = ('tensorflow', 'tensorflow_datasets', 'tokenizers', 'clu', 'cv2', 'matplotlib', 'PIL', 'pyarrow', 'tensorboard',
+        'fsspec', 'gcsfs', 'tensorstore')
 
 
 def tree(path):

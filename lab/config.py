@@ -26,6 +26,10 @@ def core() -> ConfigDict:
       'platform': '',              # cpu, gpu or tpu must be there; '' takes the best there is and says so
       'prng': 'threefry2x32',      # or rbg, which compiles faster; both are exact on one mesh
       'mesh': {'data': -1, 'fsdp': 1, 'tensor': 1},   # devices an axis; one may be -1: all that are left
+      'processes': {               # of a run on several hosts
+          'start_s': 300.0,        # seconds to wait for each other
+          'heartbeat_s': 60.0,     # seconds that one may be silent for; then the others end with code 7
+      },
       'input': {
           'batch_size': 32,        # global, all processes together; an update takes optim.accumulate of them
           'eval_batch_size': 32,

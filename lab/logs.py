@@ -9,6 +9,7 @@
 A resumed run first cuts all of them back to its checkpoint, so that no step is there twice.
 """
 
+import collections
 import glob
 import importlib.metadata
 import json
@@ -16,6 +17,7 @@ import logging
 import math
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
@@ -230,6 +232,21 @@ class Progress:
     if now - self.told >= 10 and done < self.total:
       self.told = now
       say(f'{self.what}: batch {done}/{self.total}  ETA {duration((now - self.began) / done * (self.total - done))}')
+
+
+class Pace:
+  """Warns of a step that takes ten times the median of the last hundred, and a second or more."""
+
+  def __init__(self):
+    self.last, self.times = None, collections.deque(maxlen=100)
+
+  def __call__(self, step: int, total: float) -> None:
+    """`total`: seconds in steps, and in waiting for their data, since the start."""
+    took, self.last = total - (total if self.last is None else self.last), total
+    usual = statistics.median(self.times) if len(self.times) >= 10 else math.inf
+    if took > max(10 * usual, 1) and jax.process_index() == 0:
+      log.warning('step %d took %.1f s, %.0f times the median of %.3g s', step, took, took / usual, usual)
+    self.times.append(took)
 
 
 def duration(seconds: float) -> str:

@@ -48,6 +48,8 @@ def main(argv: list[str]) -> int:
       raise
     print(f'{"stopped" if code == 75 else "error"}: {e}', file=sys.stderr, flush=True)
     if code not in (0, 75) and _processes() > 1:
+      from lab import peers
+      peers.fail(code, str(e))
       os._exit(code)      # a clean end would wait for the others, and they for this one
     return code
 
@@ -123,7 +125,8 @@ def _run(task, config) -> int:
   _compilation_cache()
   if FLAGS.mode == 'train' or FLAGS.input.isdecimal():
     mesh.listen(alone=not (FLAGS.distributed or 'JAX_COORDINATOR_ADDRESS' in os.environ))
-  mesh.start(config.platform, FLAGS.distributed)
+  mesh.start(config, FLAGS.workdir, FLAGS.distributed, {
+      f'--{name}': FLAGS[name].value for name in ('mode', 'workdir', 'step', 'input', 'output')})
   if FLAGS.mode == 'eval':
     evaluate.run(task, config, FLAGS.workdir, FLAGS.step, FLAGS.output)
   elif FLAGS.mode == 'predict':

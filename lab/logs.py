@@ -36,9 +36,12 @@ log = logging.getLogger('lab')
 
 
 class Log:
-  """The log of one run. Only the first process writes; a picture or TensorBoard that fails is a warning, no end."""
+  """The log of one run. Only the first process writes; a picture or TensorBoard that fails is a warning, no end.
 
-  def __init__(self, workdir: str, config, step: int, ledger: Ledger):
+  It goes on after `step`, whose evaluation is still `due` if the run was asked to stop in it.
+  """
+
+  def __init__(self, workdir: str, config, step: int, ledger: Ledger, due: bool = False):
     self.workdir, self.config, self.main, self.ledger = workdir, config, jax.process_index() == 0, ledger
     self.first, self.last, self.began = step, step, time.monotonic()
     self.mark = (accumulate.before(config.optim, step), dict(ledger.seconds))
@@ -46,7 +49,7 @@ class Log:
     self.before = 0.0            # seconds of the run's earlier processes
     if not self.main:
       return
-    cut(workdir, step)
+    cut(workdir, step, due)
     self.new = not glob.glob(os.path.join(glob.escape(workdir), 'tensorboard', 'events.*'))
     self.before = _seconds(workdir)
     from clu import metric_writers
@@ -297,20 +300,20 @@ def _seconds(workdir) -> float:
   return last
 
 
-def cut(workdir: str, step: int) -> None:
-  """Removes what a run logged after `step`, before it logs those steps again."""
+def cut(workdir: str, step: int, due: bool = False) -> None:
+  """Removes what a run logged after `step`, before it logs that again; with `due`, the evaluation of `step` too."""
   for name in ('metrics.jsonl', 'timings.jsonl'):
     path = os.path.join(workdir, name)
     if os.path.exists(path):
       with open(path, encoding='utf-8') as f:
-        kept = [line for line in f if _step_of(line) <= step]
+        kept = [line for line in f if (at := _step_of(line)) < step or at == step and not (due and _evaluates(line))]
       write_atomically(path, ''.join(kept))
   for path in glob.glob(os.path.join(glob.escape(workdir), 'pictures', '*.*')):
     number = os.path.basename(path).split('_')[0]
     if path.endswith(('.png', '.gif', '.txt')) and number.isdigit() and int(number) > step:
       os.remove(path)
   for path in sorted(glob.glob(os.path.join(glob.escape(workdir), 'tensorboard', 'events.*'))):
-    _cut_events(path, step)
+    _cut_events(path, step, due)
 
 
 def _step_of(line):
@@ -322,7 +325,11 @@ def _step_of(line):
     return math.inf
 
 
-def _cut_events(path, step):
+def _evaluates(line):
+  return json.loads(line).get('split', 'train') != 'train'
+
+
+def _cut_events(path, step, due):
   """Rewrites an event file without the events after `step`; of step 0, which is written anew, nothing stays."""
   from tensorboard.backend.event_processing import event_file_loader
   from tensorboard.compat.proto import event_pb2
@@ -333,7 +340,10 @@ def _cut_events(path, step):
       events.append(raw)
   except Exception as e:
     log.warning('%s: %s; its readable events are kept', path, str(e).split('\n')[0])
-  kept = [raw for raw in events if event_pb2.Event.FromString(raw).step <= step] if step else []
+  def stays(event):
+    return event.step < step or event.step == step and not (
+        due and any(not v.tag.startswith(('train/', 'speed/')) for v in event.summary.value))
+  kept = [raw for raw in events if stays(event_pb2.Event.FromString(raw))] if step else []
   if len(kept) == len(events):
     return
   if not kept:

@@ -127,7 +127,8 @@ def run(task: Task, config, workdir: str, began: float | None = None) -> dict[st
       ledger.enter('start')
       batches.step = accumulate.before(config.optim, int(state.step))
       batches.bad = list(checkpoints.notes.get('bad_records', ()))
-      with contextlib.closing(logs.Log(workdir, config, int(state.step), ledger)) as log:
+      due = bool(checkpoints.notes.get('evaluation_due'))
+      with contextlib.closing(logs.Log(workdir, config, int(state.step), ledger, due)) as log:
         step = _program(make_step(task, tx, config, like, mesh), config, ledger, log)
         log.utilisation = _flops(task, config, batches, like)
         judge = evaluate.make(task, config, mesh, ledger)

@@ -97,6 +97,14 @@ def test_each_evaluation_is_there_once_after_a_death_in_one(toy_config, tmp_path
   assert read(tmp_path) == read(whole)
 
 
+def values(workdir, tag):
+  """(step, value) of a scalar in TensorBoard's files."""
+  from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+  events = EventAccumulator(str(workdir / 'tensorboard'), size_guidance={'tensors': 0})
+  events.Reload()
+  return [(e.step, np.frombuffer(e.tensor_proto.tensor_content, np.float32)[0]) for e in events.Tensors(tag)]
+
+
 def test_tensorboard_has_one_value_a_step_after_a_resume(toy_config, tmp_path, monkeypatch):
   from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
   make = evaluate.make
@@ -219,9 +227,17 @@ def test_an_evaluation_that_was_interrupted_is_done_at_the_next_start(toy_config
   with pytest.raises(meshes.Preempted, match='still due'):      # and again, in the evaluation that is due
     run(toy_config, tmp_path)
   monkeypatch.setattr(meshes, 'interrupted', lambda: False)
+
+  def die(step):
+    raise KeyboardInterrupt      # after the evaluation that was due, before any checkpoint tells that it is done
+  monkeypatch.setattr(meshes, 'preempted', die)
+  with pytest.raises(KeyboardInterrupt):
+    run(toy_config, tmp_path)
   monkeypatch.setattr(meshes, 'preempted', lambda step: False)
   run(toy_config, tmp_path)
   assert read(tmp_path) == read(whole)
+  for tag in ('train/loss', 'eval/error', 'eval_raw/error'):
+    assert values(tmp_path, tag) == values(whole, tag)
 
 
 def test_the_second_epoch_compiles_nothing(toy_config, tmp_path, monkeypatch):

@@ -230,7 +230,7 @@ main() {
   shift
   parse "$@"
   check "$command"
-  [ -n "$dry_run" ] || command -v gcloud >/dev/null || fail "gcloud is not on the PATH; it comes with Google's cloud SDK"
+  [ -n "$dry_run" ] || command -v gcloud >/dev/null || fail "gcloud is not on the PATH; Google's Cloud SDK has it"
   case $command in
     create) create_vm; wait_ready ;;
     run)

@@ -1,7 +1,7 @@
 """A stand-in for gcloud's TPU commands: workers are folders of FAKE_GCLOUD, their commands run on this machine.
 
-Every call is a line of calls.jsonl. A TPU's states to come are the lines of NAME.states; looking takes one away, except the
-last. A verb named in the file `broken` fails. Where the file `stamp` is, new workers have an environment already.
+Every call is a line of calls.jsonl. A TPU's states to come are the lines of NAME.states; looking takes one away, except
+the last. A verb named in the file `broken` fails. Where the file `stamp` is, new workers have an environment already.
 """
 
 import json

@@ -118,7 +118,8 @@ def ready(cloud):
 
 @pytest.mark.parametrize('arguments, message', [
     (['fly'], 'unknown command fly'), ([], 'a command is missing'), (['status'], '--name is missing'),
-    (['status', '--name=x', '--sopt'], 'unknown flag --sopt'), (['status', '--name=x', '--zone'], '--zone needs a value'),
+    (['status', '--name=x', '--sopt'], 'unknown flag --sopt'),
+    (['status', '--name=x', '--zone'], '--zone needs a value'),
     (['create', '--name=x'], '--type is missing'), (['run', '--name=x'], 'run needs arguments'),
     (['run', '--name=x', '--workdir=a'], 'arguments of launch/run.sh go after --'),
     (['status', '--name=x', '--', 'a'], 'takes no arguments'), (['status', '--name=x', 'a'], 'unexpected argument a'),
@@ -212,8 +213,8 @@ def test_a_broken_connection_is_no_state_of_the_run(ready):
   assert 'no more capacity' in ready('run', '--', 'a', code=1)
 
 
-HOSTILE = ['--workdir=x; touch canary', "it's $(touch canary) `touch canary`", 'two  spaces', 'a\nb; touch canary\n', '',
-           '"', '\\', '&', '*', '--config.note=$HOME']
+HOSTILE = ['--workdir=x; touch canary', "it's $(touch canary) `touch canary`", 'two  spaces', 'a\nb; touch canary\n',
+           '', '"', '\\', '&', '*', '--config.note=$HOME']
 
 
 def test_hostile_words_arrive_as_they_were(cloud, tmp_path):
@@ -246,6 +247,19 @@ def test_a_dry_run_prints_what_it_would_run(cloud, command, verbs):
   assert all(call[:3] == ['compute', 'tpus', 'queued-resources'] and '--zone=a b' in call for call in calls)
 
 
+def test_the_commands_of_the_documentation_can_be_given(cloud):
+  with open(os.path.join(ROOT, 'docs/tpu_vm.md'), encoding='utf-8') as f:
+    blocks = '\n'.join(line[4:] for line in f if line.startswith('    ')).replace('\n\n', '\n').replace('\\\n', '')
+  lines = [re.sub(r'^(launch/tpu_vm.sh \w+)', r'\1 --dry_run', line) for line in blocks.splitlines()
+           if line.startswith(('launch/tpu_vm.sh ', 'export ', 'mount='))]
+  script = '\n'.join(['set -euo pipefail', *lines])
+  done = subprocess.run(['bash', '-c', script], cwd=ROOT, env=cloud.environment, capture_output=True, text=True,
+                        check=True)
+  assert not cloud.calls() and len(lines) >= 11
+  assert {line.split()[4] for line in done.stdout.splitlines() if line.startswith('gcloud')} == {
+      'create', 'describe', 'delete', 'scp', 'ssh'}
+
+
 def test_babysit_does_everything_and_starts_again_after_75(cloud):
   cloud.plan('exit 75', ('exit 0', 'exit 75'), 'exit 0')
   out = cloud('babysit', '--queued', '--', '--config=c')
@@ -263,13 +277,14 @@ def test_babysit_makes_a_preempted_tpu_anew(cloud):
   assert 'x: PREEMPTED; making it anew' in out and cloud.starts() == ['exit 0']
 
 
-@pytest.mark.parametrize('code', [1, 2, 3, 4, 5, 6])
-def test_babysit_ends_with_a_code_that_starting_again_does_not_mend(ready, code):
-  # the other worker loses the first, by which it is killed
-  ready.plan(('kill -ABRT $$', f'echo "error: this is why"; exit {code}'))
+@pytest.mark.parametrize('other, code', [
+    *[('kill -ABRT $$', c) for c in (1, 2, 3, 4, 5, 6)], ('exit 1', 3), ('exit 7', 2), ('exit 75', 5)])
+def test_babysit_ends_with_a_code_that_starting_again_does_not_mend(ready, other, code):
+  # the other worker only lost this one
+  ready.plan((other, f'echo "error: this is why"; exit {code}'))
   out = ready('babysit', '--', '--config=c', code=code)
   assert f'ended with exit code {code}' in out and 'w-1: error: this is why' in out and 'w-0: stub' not in out
-  assert ready.starts() == ['kill -ABRT $$']
+  assert ready.starts() == [other]
 
 
 def test_babysit_ends_workers_that_wait_for_one_that_has_ended(ready):
@@ -289,9 +304,9 @@ def test_babysit_gives_up_after_too_many_restarts_in_a_row(ready, ending, code):
 def test_babysit_forgets_restarts_once_a_run_goes_steadily(ready):
   until = 'until [ -e $FAKE_GCLOUD/$n ]; do sleep 0.01; done; exit 75'
   ready.plan(*[f'n={n}; {until}' for n in range(3)])
-  process = subprocess.Popen([LAUNCHER, 'babysit', '--name=x', '--type=v5litepod-16', f'--repo={ready.repo}', '--poll=0',
-                              '--backoff=0', '--retries=1', '--steady=0', '--', 'a'], env=ready.environment, text=True,
-                             stdout=subprocess.PIPE)
+  process = subprocess.Popen([LAUNCHER, 'babysit', '--name=x', '--type=v5litepod-16', f'--repo={ready.repo}',
+                              '--poll=0', '--backoff=0', '--retries=1', '--steady=0', '--', 'a'],
+                             env=ready.environment, text=True, stdout=subprocess.PIPE)
   out = []
   for line in process.stdout:
     out.append(line)

@@ -47,6 +47,7 @@ class Log:
     self.mark = (accumulate.before(config.optim, step), dict(ledger.seconds))
     self.utilisation = 0.0       # seconds of a micro-batch at the devices' peak; 0: unknown
     self.before = 0.0            # seconds of the run's earlier processes
+    self.told = False            # that TensorBoard failed
     if not self.main:
       return
     cut(workdir, step, due)
@@ -155,7 +156,9 @@ class Log:
     try:
       getattr(self.board, method)(*args)
     except Exception as e:  # a full log disk must not end training
-      log.warning('TensorBoard: %s failed: %s', method, str(e).split('\n')[0])
+      if not self.told:
+        log.warning('TensorBoard: %s failed, and further failures will not be told: %s', method, str(e).split('\n')[0])
+      self.told = True
 
 
 class Profile:

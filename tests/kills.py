@@ -32,7 +32,7 @@ def preload() -> None:
   from data_pipelines import pipeline
   pipeline.tensorflow()
   import clu.metric_writers, clu.parameter_overview      # noqa: F401, E401
-  from lab import artifact, checkpoint, evaluate, graft, logs, lr_find, main, mesh, page, predict, train      # noqa: F401
+  from lab import artifact, checkpoint, evaluate, graft, logs, main, mesh, page, train      # noqa: F401
   from lab.systems.agent import task as agent            # noqa: F401
   from lab.systems.dvae import task as dvae              # noqa: F401
   from lab.systems.language import task as language      # noqa: F401

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from lab import files
 from lab.logs import versions
 from lab.sharding import paths
 from lab.task import TrainState
@@ -50,7 +51,7 @@ def claim(workdir: str):
   """Locks a workdir for this process; the lock goes with the process, however it ends. Returns the open file."""
   try:
     os.makedirs(workdir, exist_ok=True)
-    f = open(os.path.join(workdir, '.lock'), 'a+', encoding='ascii')
+    f = files.append(os.path.join(workdir, '.lock'), 'a+')
   except OSError as e:
     raise CheckpointError(f'--workdir={workdir} can\'t be written: {e}') from None
   try:
@@ -152,7 +153,7 @@ class Checkpoints:
       with open(os.path.join(self.path(step), 'meta', 'metadata'), encoding='utf-8') as f:
         meta = json.load(f)
       return meta if meta['arrays'] is not None else {}
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
       raise CheckpointError(f'{self.path(step)}: its description is broken: {e!r}') from None
 
   def best(self, name: str) -> int | None:

@@ -5,6 +5,7 @@ import difflib
 import importlib.util
 import json
 import os
+import re
 
 from ml_collections import ConfigDict
 
@@ -127,15 +128,24 @@ def read(spec: str) -> ConfigDict:
 
 
 def of_run(workdir: str) -> ConfigDict:
-  """The configuration that a run was started with. Raises ConfigError where there is none."""
+  """The configuration that a run was started with.
+
+  Raises ConfigError where there is none, and where its task is none of the lab's systems: a workdir may come from
+  elsewhere, and to import what it names would run whatever lies there. A recipe that the user names may have any task.
+  """
   path = os.path.join(workdir, 'config.json')
   try:
     with open(path, encoding='utf-8') as f:
       found = json.load(f)
-    return ConfigDict(_tuples({**found, 'assets': ''})).lock()
-  except (OSError, ValueError, TypeError, AttributeError) as e:
+    config = ConfigDict(_tuples({**found, 'assets': ''})).lock()
+    task = config.task
+  except (OSError, ValueError, TypeError, AttributeError, RecursionError) as e:
     raise ConfigError(f'{path}: no configuration of a run is there ({type(e).__name__}); give --config, such as '
                       '--config=configs/pose.py, or the --workdir of a run') from None
+  if not isinstance(task, str) or not re.fullmatch(r'lab\.systems\.\w+\.task', task):
+    raise ConfigError(f'{path}: task = {task!r}, which is no system of the lab; what a run names is not imported: give '
+                      '--config with the recipe of the run')
+  return config
 
 
 def _tuples(value):
@@ -207,7 +217,7 @@ def _typed(key: str, text: str, default):
       value = tuple(value)
     if type(value) is kind:
       return value
-  except (ValueError, SyntaxError):
+  except (ValueError, SyntaxError, MemoryError, RecursionError):     # the last two: nested too deeply
     pass
   raise ConfigError(f'--config.{key}={text}: expected {kind.__name__}, such as {default!r}')
 

@@ -27,7 +27,7 @@ import jax
 import numpy as np
 
 from data_pipelines import films
-from lab import accumulate
+from lab import accumulate, files
 from lab.config import flatten
 from lab.ledger import Ledger
 
@@ -55,7 +55,7 @@ class Log:
     self.before = _seconds(workdir)
     from clu import metric_writers
     self.board = metric_writers.SummaryWriter(os.path.join(workdir, 'tensorboard'))
-    self.files = {n: open(os.path.join(workdir, n), 'a', encoding='utf-8') for n in ('metrics.jsonl', 'timings.jsonl')}
+    self.files = {n: files.append(os.path.join(workdir, n)) for n in ('metrics.jsonl', 'timings.jsonl')}
     self.write('config.json', json.loads(config.to_json()))
     self.write('environment.json', environment())
 
@@ -263,7 +263,7 @@ def duration(seconds: float) -> str:
 
 def write_atomically(path: str, text: str) -> None:
   """Writes a text file so that its name never shows half of it."""
-  with open(path + '.new', 'w', encoding='utf-8') as f:
+  with files.fresh(path + '.new') as f:
     f.write(text)
   os.replace(path + '.new', path)
 
@@ -277,11 +277,12 @@ def write_pictures(folder: str, images: Mapping[str, np.ndarray], prefix: str = 
     path = os.path.join(folder, f'{prefix}{name}.{"txt" if text else "png" if image.ndim == 3 else "gif"}')
     if text:
       write_atomically(path, image + '\n')
-    elif image.ndim == 3:
-      Image.fromarray(image).save(path)
     else:
-      with open(path, 'wb') as f:
-        f.write(films.gif(image))
+      with files.fresh(path, 'wb') as f:
+        if image.ndim == 3:
+          Image.fromarray(image).save(f, 'PNG')
+        else:
+          f.write(films.gif(image))
 
 
 def rows(workdir: str) -> list[dict[str, Any]]:
@@ -323,7 +324,7 @@ def _step_of(line):
   """The step of a row; infinite for a line that a kill cut off."""
   try:
     return json.loads(line)['step'] if line.endswith('\n') else math.inf
-  except (ValueError, KeyError, TypeError):
+  except (ValueError, KeyError, TypeError, RecursionError):
     log.warning('a line of the log is broken and goes: %s', line[:80].rstrip())
     return math.inf
 
@@ -353,7 +354,7 @@ def _cut_events(path, step, due):
     os.remove(path)
     return
   new = os.path.join(os.path.dirname(os.path.dirname(path)), '.events')     # a name that TensorBoard doesn't read
-  with open(new, 'wb') as f:
+  with files.fresh(new, 'wb') as f:
     writer = record_writer.RecordWriter(f)
     for raw in kept:
       writer.write(raw)

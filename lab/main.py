@@ -82,10 +82,16 @@ def run(argv: list[str]) -> int:
   if FLAGS.mode in ('inspect', 'page'):
     return _report()
   from lab import train
-  train.check(config)
-  if not config.assets and os.path.isdir(kept := os.path.join(FLAGS.workdir, train.ASSETS)):
-    config.assets = kept
-  task = load(config)
+  try:
+    train.check(config)
+    if not config.assets and os.path.isdir(kept := os.path.join(FLAGS.workdir, train.ASSETS)):
+      config.assets = kept
+    task = load(config)
+  except (AttributeError, KeyError, TypeError) as e:
+    if name:
+      raise
+    raise ConfigError(f'{FLAGS.workdir}/config.json is of another version of the lab, or broken '
+                      f'({e!r:.100}): give --config with the recipe of the run') from e
   config.lock()
   return _run(task, config)
 

@@ -6,7 +6,7 @@ import os
 
 import jax
 import jax.numpy as jnp
-from data_pipelines import corpus, glue, text_inputs, tokens
+from data_pipelines import DataError, corpus, glue, text_inputs, tokens
 from jax.sharding import PartitionSpec as P
 
 from lab.config import choice, flatten
@@ -138,8 +138,15 @@ class Data:
     if self.config.data.labels:
       return tuple(self.config.data.labels)
     if self.kept:
-      with open(os.path.join(self.kept, 'labels.json'), encoding='utf-8') as f:
-        return tuple(json.load(f))
+      path = os.path.join(self.kept, 'labels.json')
+      try:
+        with open(path, encoding='utf-8') as f:
+          found = json.load(f)
+        if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+          raise ValueError('no list of names')
+        return tuple(found)
+      except (OSError, ValueError, RecursionError) as e:
+        raise DataError(f'{path}: the labels of the run can\'t be read: {e}') from None
     return glue.labels(self.folder())
 
 

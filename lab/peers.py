@@ -11,8 +11,8 @@ import hashlib
 import json
 import logging
 import os
+import platform
 import signal
-import socket
 import sys
 import threading
 import time
@@ -20,6 +20,8 @@ import traceback
 from typing import Mapping
 
 import jax
+
+from lab import files
 
 log = logging.getLogger('lab')
 BEATS, FOLDER = 'lab/beats/', '.processes'
@@ -62,13 +64,14 @@ class RollCall:
 
   def __init__(self, workdir: str, name: str, count: int, seconds: float):
     self.folder, self.count, self.seconds = os.path.join(workdir, FOLDER), count, seconds
-    self.path = os.path.join(self.folder, name or f'{socket.gethostname()}-{os.getpid()}')
+    self.path = os.path.join(self.folder, name or f'{platform.node()}-{os.getpid()}')
     self.done = threading.Event()
     self.thread = threading.Thread(target=self._wait, daemon=True)
 
   def __enter__(self):
     os.makedirs(self.folder, exist_ok=True)
-    self._touch()
+    with files.fresh(self.path) as f:
+      f.write(f'{platform.node()} {os.getpid()}\n')
     self.thread.start()
     return self
 
@@ -82,14 +85,10 @@ class RollCall:
       os.remove(self.path)
       os.rmdir(self.folder)
 
-  def _touch(self):
-    with open(self.path, 'w', encoding='utf-8') as f:
-      f.write(f'{socket.gethostname()} {os.getpid()}\n')
-
   def _wait(self):
     until = time.monotonic() + self.seconds
     while not self.done.wait(min(0.5, self.seconds / 4)):
-      self._touch()
+      os.utime(self.path, follow_symlinks=False)
       if time.monotonic() > until:
         end(self.text())      # the file stays, for the others to see that this one had come
 

@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import ctypes
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -29,6 +30,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 FRESH_S = 5           # a file of the roll call that was touched within these is of a process that waits
 _kept = []            # what C calls
 _beats = []           # of this process: one, or none where it is alone
+_meetings = itertools.count()
 
 
 class DistributedError(Exception):
@@ -130,6 +132,17 @@ def agree(what: str, mine: Mapping[str, object], seconds: float = 300) -> None:
   if differ:
     raise DistributedError(f'the processes do not run the same {what}: {"; ".join(differ[:5])}'
                            f'{f"; and {len(differ) - 5} more" * (len(differ) > 5)}. Start all of them alike')
+
+
+def meet(limit: float = 86_400) -> None:
+  """Waits for all processes: at once after it they begin what waits for each other for 30 seconds only (Gloo's cliques).
+
+  All of them call it the same number of times. One that has compiled faster, or has no log to write, waits here, where
+  the end of another is noticed. `limit` is in seconds.
+  """
+  client = _client()
+  if client is not None:
+    client.wait_at_barrier(f'lab/meet/{next(_meetings)}', int(1000 * limit))
 
 
 class Beat:

@@ -288,6 +288,7 @@ def _evaluate(i, state, judge, log):
       if split == 'eval':
         log.pictures(i, pictures)
       logs.say(f'evaluation at step {i}{" of the raw weights" * (split != "eval")}: {evaluate.summary(scores)}')
+  peers.meet()      # the others have no pictures to write
   log.ledger.at(i, 'evaluated')
   scores, best = found['eval'][0], log.config.checkpoint.best.lstrip('-')
   if best and best not in scores:

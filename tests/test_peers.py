@@ -16,7 +16,7 @@ class Store:
   """The coordinator's store, as JAX's client shows it."""
 
   def __init__(self):
-    self.values, self.silent = {}, False
+    self.values, self.met, self.silent = {}, [], False
 
   def key_value_set(self, key, value, allow_overwrite=False):
     if self.silent:
@@ -29,6 +29,7 @@ class Store:
 
   def wait_at_barrier(self, key, milliseconds):
     assert milliseconds > 0
+    self.met.append(key)
 
 
 @pytest.fixture
@@ -67,6 +68,15 @@ def test_processes_that_agree_go_on_and_one_alone_asks_nobody(store, monkeypatch
   peers.agree('data', {'split': 'abc'})
   monkeypatch.setattr(peers, '_client', lambda: None)
   peers.agree('data', {'split': 'other'})
+
+
+def test_every_meeting_is_another(store, monkeypatch):
+  peers.meet()
+  peers.meet()
+  assert len(set(store.met)) == 2
+  monkeypatch.setattr(peers, '_client', lambda: None)
+  peers.meet()
+  assert len(store.met) == 2
 
 
 def test_the_source_has_one_hash(tmp_path):

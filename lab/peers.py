@@ -135,7 +135,7 @@ def agree(what: str, mine: Mapping[str, object], seconds: float = 300) -> None:
 
 
 def meet(limit: float = 86_400) -> None:
-  """Waits for all processes: at once after it they begin what waits for each other for 30 seconds only (Gloo's cliques).
+  """Waits for all processes, which then begin together what waits for the others for 30 seconds only (Gloo).
 
   All of them call it the same number of times. One that has compiled faster, or has no log to write, waits here, where
   the end of another is noticed. `limit` is in seconds.

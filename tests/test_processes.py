@@ -35,7 +35,7 @@ def local_cluster(toy_data):
   """launch/local_cluster.sh: (processes, devices of each, arguments of the lab...) -> Popen with merged output."""
   started = []
 
-  def start(count, devices, *arguments, command=(sys.executable, '-m', 'lab.main', '--config=tests/toy.py')):
+  def start(count, devices, *arguments, command=(sys.executable, '-m', 'lab.main')):
     process = subprocess.Popen(
         ['launch/local_cluster.sh', str(count), f'--devices={devices}', '--', *command, *arguments], cwd=ROOT,
         env={**os.environ, 'TOY_DATA': toy_data, 'XLA_FLAGS': '', 'PYTHONUNBUFFERED': '1'}, text=True,
@@ -75,10 +75,18 @@ def alike(ours, theirs):
                                [v for v in b.values() if isinstance(v, float)], rtol=1e-5, atol=1e-7)
 
 
-def test_eight_devices_of_one_two_or_four_processes(local_cluster, tmp_path):
-  mesh = ('--config.mesh.fsdp=2', '--config.mesh.tensor=2')
+# all systems take minutes: LAB_SYSTEMS=1
+SYSTEMS = ('pose', 'video', 'gpt', 'dvae', 'agent') if os.environ.get('LAB_SYSTEMS') else ()
+EQUAL = ('--config.total_steps=20', '--config.input.batch_size=8', '--config.input.eval_batch_size=8',
+         '--config.log_steps=1', '--config.eval_steps=0')
+
+
+@pytest.mark.parametrize('config, arguments', [
+    ('tests/toy.py', ('--config.mesh.fsdp=2', '--config.mesh.tensor=2')),
+    *((f'configs/{name}.py:smoke', EQUAL) for name in SYSTEMS)])
+def test_eight_devices_of_one_two_or_four_processes(local_cluster, tmp_path, config, arguments):
   for count in (1, 2, 4):
-    process = local_cluster(count, 8 // count, f'--workdir={tmp_path}/{count}', *mesh)
+    process = local_cluster(count, 8 // count, f'--config={config}', f'--workdir={tmp_path}/{count}', *arguments)
     codes, (output,) = finish([process])
     assert codes == [0], output
     assert f'8 x cpu, {count} process(es)' in output

@@ -25,6 +25,7 @@ CHOICES = {
     'model.pool': ('cls', 'mean', 'last'),
     'model.attention': ('auto', 'plain', 'flash'),
     'model.dtype': ('float32', 'bfloat16'),
+    'model.remat_keep': tuple(transformer.KEPT),
 }
 
 
@@ -171,6 +172,8 @@ def check(config) -> None:
   for key in ('mlm.share', 'predict.top_p'):
     if not 0 < flat[key] <= 1:
       raise ConfigError(f'config.{key} = {flat[key]}: expected more than 0 and at most 1')
+  if m.remat_keep != 'nothing' and not m.remat:
+    raise ConfigError(f"config.model.remat_keep = {m.remat_keep!r}: expected 'nothing', for model.remat is not set")
   if config.objective != 'classify' and m.causal != (config.objective == 'gpt'):
     raise ConfigError(f'config.model.causal = {m.causal}: expected {not m.causal} for objective = {config.objective}')
   if config.objective == 'classify' and m.causal and m.pool == 'cls':

@@ -241,13 +241,18 @@ class Progress:
 
 
 class Pace:
-  """Warns of a step that takes ten times the median of the last hundred, and a second or more."""
+  """Tells when the first step was made, and warns of one that takes ten times the median of the last hundred.
 
-  def __init__(self):
-    self.last, self.times = None, collections.deque(maxlen=100)
+  `began`: when the program was started, in seconds since the epoch. A step of less than a second is never warned of.
+  """
+
+  def __init__(self, began: float):
+    self.began, self.last, self.times = began, None, collections.deque(maxlen=100)
 
   def __call__(self, step: int, total: float) -> None:
     """`total`: seconds in steps, and in waiting for their data, since the start."""
+    if self.last is None:
+      say(f'first step {time.time() - self.began:.1f} s after the start of the program')
     took, self.last = total - (total if self.last is None else self.last), total
     usual = statistics.median(self.times) if len(self.times) >= 10 else math.inf
     if took > max(10 * usual, 1) and jax.process_index() == 0:

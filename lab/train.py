@@ -208,7 +208,7 @@ def start(task, tx, config, like, spec, checkpoints) -> TrainState:
 def _loop(config, mesh, batches, step, state, checkpoints, log, judge) -> tuple[TrainState, str]:
   """From state.step to the end, and why that came early; what is due at a step is written before its checkpoint."""
   log.describe(state.params)
-  ledger, watch, pace = log.ledger, _Watch(config, batches), logs.Pace()
+  ledger, watch, pace = log.ledger, _Watch(config, batches), logs.Pace(log.ledger.began)
   i, total, stream = int(state.step), config.total_steps, iter(batches)
   if checkpoints.notes.get('evaluation_due') and _evaluate(i, state, judge, log) is None:
     raise meshes.Preempted(f'stopped at step {i}, whose evaluation is still due; start the same command again to go on')

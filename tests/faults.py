@@ -57,7 +57,7 @@ FAULTS = {
         'a process stands still, for a while or for ever',
         'told with its number and step; the others end with 7', (
             'test_processes.py::test_a_process_that_stands_still', 'test_peers.py::test_what_silence_means',
-            'test_ledger.py::test_a_step_of_ten_times')),
+            'test_ledger.py::test_the_first_step_and_one')),
     'F08': Fault(
         'the disk is full when a checkpoint is due',
         'ends with 6, bytes told; the last checkpoint is whole', (

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from lab import files
+from lab import links
 from lab.logs import versions
 from lab.sharding import paths
 from lab.task import TrainState
@@ -51,7 +51,7 @@ def claim(workdir: str):
   """Locks a workdir for this process; the lock goes with the process, however it ends. Returns the open file."""
   try:
     os.makedirs(workdir, exist_ok=True)
-    f = files.append(os.path.join(workdir, '.lock'), 'a+')
+    f = links.append(os.path.join(workdir, '.lock'), 'a+')
   except OSError as e:
     raise CheckpointError(f'--workdir={workdir} can\'t be written: {e}') from None
   try:

@@ -10,7 +10,7 @@ import json
 import os
 import time
 
-from lab import files, memory
+from lab import links, memory
 
 PHASES = ('start', 'compile', 'restore', 'wait', 'step', 'evaluate', 'save')
 BUCKETS = (*PHASES, 'lost', 'idle')
@@ -36,7 +36,7 @@ class Ledger:
     self.seconds = dict.fromkeys(PHASES, 0.0)
     self.phase, self.mark = 'start', time.monotonic() - (now - self.began)
     self.compilations, self.step, self.written = 0, 0, 0.0
-    self.file = files.append(os.path.join(workdir, NAME)) if writes else None
+    self.file = links.append(os.path.join(workdir, NAME)) if writes else None
     if writes and self.file.tell():
       self.file.write('\n')       # whatever a kill cut off stays a line of its own
 

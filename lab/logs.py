@@ -27,7 +27,7 @@ import jax
 import numpy as np
 
 from data_pipelines import films
-from lab import accumulate, files
+from lab import accumulate, links
 from lab.config import flatten
 from lab.ledger import Ledger
 
@@ -55,7 +55,7 @@ class Log:
     self.before = _seconds(workdir)
     from clu import metric_writers
     self.board = metric_writers.SummaryWriter(os.path.join(workdir, 'tensorboard'))
-    self.files = {n: files.append(os.path.join(workdir, n)) for n in ('metrics.jsonl', 'timings.jsonl')}
+    self.files = {n: links.append(os.path.join(workdir, n)) for n in ('metrics.jsonl', 'timings.jsonl')}
     self.write('config.json', json.loads(config.to_json()))
     self.write('environment.json', environment())
 
@@ -268,7 +268,7 @@ def duration(seconds: float) -> str:
 
 def write_atomically(path: str, text: str) -> None:
   """Writes a text file so that its name never shows half of it."""
-  with files.fresh(path + '.new') as f:
+  with links.fresh(path + '.new') as f:
     f.write(text)
   os.replace(path + '.new', path)
 
@@ -283,7 +283,7 @@ def write_pictures(folder: str, images: Mapping[str, np.ndarray], prefix: str = 
     if text:
       write_atomically(path, image + '\n')
     else:
-      with files.fresh(path, 'wb') as f:
+      with links.fresh(path, 'wb') as f:
         if image.ndim == 3:
           Image.fromarray(image).save(f, 'PNG')
         else:
@@ -359,7 +359,7 @@ def _cut_events(path, step, due):
     os.remove(path)
     return
   new = os.path.join(os.path.dirname(os.path.dirname(path)), '.events')     # a name that TensorBoard doesn't read
-  with files.fresh(new, 'wb') as f:
+  with links.fresh(new, 'wb') as f:
     writer = record_writer.RecordWriter(f)
     for raw in kept:
       writer.write(raw)

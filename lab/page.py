@@ -11,7 +11,7 @@ import shlex
 import time
 from typing import Any, Callable, Mapping, NamedTuple
 
-from lab import config as configs, evaluate, files, logs, plot
+from lab import config as configs, evaluate, links, logs, plot
 from lab.page_parts import missing, number, pictures, text
 from lab.page_style import CSS
 from lab.task import ConfigError
@@ -116,7 +116,7 @@ def _swatch(names, key):
 def _json(path: str, faults: list[str]) -> dict[str, Any]:
   """A JSON object; {} where the file is missing, or broken, which is a fault."""
   try:
-    got = json.loads(files.read(path, MOST))
+    got = json.loads(links.read(path, MOST))
     if isinstance(got, dict):
       return got
     faults.append(f'{os.path.basename(path)} can\'t be read: it is no JSON object')
@@ -337,7 +337,7 @@ def _shell(words):
 
 def _parameters(run):
   try:
-    table = files.read(os.path.join(run.workdir, 'parameters.txt'), MOST).decode('utf-8', 'replace')
+    table = links.read(os.path.join(run.workdir, 'parameters.txt'), MOST).decode('utf-8', 'replace')
     return f'<details><summary>Every array: shape, type, sharding</summary><pre>{text(table)}</pre></details>'
   except FileNotFoundError:
     return missing('parameters.txt is missing.')

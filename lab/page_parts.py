@@ -6,7 +6,7 @@ import os
 import re
 from typing import Any
 
-from lab import files
+from lab import links
 
 PICTURES, PICTURE_BYTES = 8, 4 << 20          # at most this many, each at most so large
 
@@ -61,7 +61,7 @@ def pictures(workdir: str) -> str:
 def _picture(path):
   """The bytes of a whole PNG, GIF or text file, as it is named; b'' for a link, what is cut off or is too large."""
   try:
-    data = files.read(path, PICTURE_BYTES)
+    data = links.read(path, PICTURE_BYTES)
   except OSError:
     return b''
   if path.endswith('.txt'):

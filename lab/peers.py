@@ -22,7 +22,7 @@ from typing import Mapping
 
 import jax
 
-from lab import files
+from lab import links
 
 log = logging.getLogger('lab')
 BEATS, FOLDER = 'lab/beats/', '.processes'
@@ -72,7 +72,7 @@ class RollCall:
 
   def __enter__(self):
     os.makedirs(self.folder, exist_ok=True)
-    with files.fresh(self.path) as f:
+    with links.fresh(self.path) as f:
       f.write(f'{platform.node()} {os.getpid()}\n')
     self.thread.start()
     return self

@@ -22,7 +22,7 @@ from typing import Any, Mapping, NamedTuple, Sequence
 
 import numpy as np
 
-from lab import files, logs
+from lab import links, logs
 from lab.task import ConfigError
 
 Curve = tuple[np.ndarray, np.ndarray]        # x f64[N], y f64[N]; NaN is a gap
@@ -321,7 +321,7 @@ def save(figure, path: str) -> list[str]:
   written = []
   for ending in ('svg', 'png'):
     written.append(f'{path}.{ending}')
-    with files.fresh(written[-1] + '.new', 'wb') as f:
+    with links.fresh(written[-1] + '.new', 'wb') as f:
       f.write(_bytes(figure, ending))
     os.replace(written[-1] + '.new', written[-1])
   return written

@@ -1,4 +1,4 @@
-"""Files that a run writes: never through a link, so that a workdir from elsewhere leads to nothing outside of it.
+"""Files that a run writes, never through a link, so that a workdir from elsewhere leads to nothing outside of it.
 
 Folders may be links, for checkpoints on another disk.
 """

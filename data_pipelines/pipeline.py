@@ -11,6 +11,7 @@ A batch is a pure function of (seed, step, data set): no buffer is shuffled and 
 resumes at any step without reading a skipped byte, and any number of processes sees the same global batches.
 """
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -53,6 +54,16 @@ def tensorflow():
   import tensorflow as tf
   tf.config.set_visible_devices([], 'GPU')
   return tf
+
+
+@contextlib.contextmanager
+def reading(path: str):
+  """Raises DataError where what is done inside can't read, as of a bucket that is not there or does not answer."""
+  tf = tensorflow()
+  try:
+    yield
+  except tf.errors.OpError as e:
+    raise DataError(f'{path} can\'t be read: {type(e).__name__}: {_reason(e)}') from None
 
 
 def framing(path: str) -> tuple[list[int], str]:
@@ -112,7 +123,7 @@ def fingerprint(source: Source, index: Index) -> str:
   found = hashlib.sha256()
   for i, path in enumerate(source.read):
     starts = index.offset[index.file == i][1:]
-    with tf.io.gfile.GFile(path, 'rb') as f:
+    with reading(path), tf.io.gfile.GFile(path, 'rb') as f:
       for end in [*starts.tolist(), tf.io.gfile.stat(path).length]:
         f.seek(end - 4)
         found.update(f.read(4))
@@ -163,9 +174,10 @@ class Batches:
                seed: int = 0, start: int = 0):
     self.source, self.config, self.batch_size, self.rows = source, config, batch_size, sorted(rows)
     self.train, self.seed, self.step = train, seed, start
-    self.index = scan(source)
     self.bad: list[int] = []
-    self._cached = _cache(source, self.index) if config.cache else None
+    with reading(os.path.dirname(source.read[0]) if source.read else ''):
+      self.index = scan(source)
+      self._cached = _cache(source, self.index) if config.cache else None
 
   def spec(self, rows: int) -> dict[str, 'Spec']:
     """name -> shape and type of a batch of `rows`; reads no record."""

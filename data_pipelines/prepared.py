@@ -24,7 +24,7 @@ from typing import Any, Callable, Iterable, Iterator, Mapping
 import numpy as np
 
 from data_pipelines import DataError, TooLarge
-from data_pipelines.pipeline import framing, tensorflow
+from data_pipelines.pipeline import framing, reading, tensorflow
 
 MANIFEST = 'manifest.json'
 
@@ -182,8 +182,9 @@ def find(folder: str, name: str, version: str) -> str | None:
   """The prepared folder: `folder` itself or NAME/VERSION in it; None if neither is one."""
   tf = tensorflow()
   for path in (folder, os.path.join(folder, name, version)):
-    if tf.io.gfile.exists(os.path.join(path, 'dataset_info.json')):
-      return path
+    with reading(path):
+      if tf.io.gfile.exists(os.path.join(path, 'dataset_info.json')):
+        return path
   return None
 
 

@@ -17,7 +17,7 @@ import re
 import time
 from typing import Mapping, NamedTuple
 
-from lab import inspect
+from lab import files, inspect
 from lab.checkpoint import CheckpointError, Checkpoints
 from lab.task import ConfigError
 
@@ -61,8 +61,6 @@ def find(ref: ArtifactRef, root: str, key: str) -> tuple[str, str]:
   Raises CheckpointError where the run or the checkpoint is not there, naming the near ones, and ConfigError where the
   reference does not say which: with a table of all that there is, for nothing is guessed.
   """
-  if '://' in root:
-    raise CheckpointError(f'config.runs_root = {root}: only local folders so far; mount the bucket')
   told, folder = f'{key} = {ref}', os.path.join(root, ref.project, ref.run)
   with contextlib.closing(Checkpoints(folder)) as checkpoints:
     if not checkpoints.steps():
@@ -93,7 +91,7 @@ def kept(checkpoints: Checkpoints) -> dict[str, dict[str, int]]:
 
 def listing(folder: str, there: Mapping[str, Mapping[str, int]]) -> str:
   """A table of what `kept` found: kind, aliases, step, score by the run's metric, local time of saving, size."""
-  description = inspect.describe(folder)
+  description, outline = inspect.describe(folder), files.outline(folder)
   metric = description['best_metric'].removeprefix('-')
   rows = [('kind', 'aliases', 'step', metric or 'score', 'saved', 'size')]
   about = {s['step']: s for s in description['steps']}
@@ -101,7 +99,7 @@ def listing(folder: str, there: Mapping[str, Mapping[str, int]]) -> str:
     for step in dict.fromkeys(there[kind].values()):
       with contextlib.suppress(FileNotFoundError, KeyError):       # a program that trains has removed it meanwhile
         score, size = about[step]['scores'].get(metric), f'{about[step]["bytes"] / 1e6:,.2f} MB'
-        saved = os.path.getmtime(os.path.join(folder, 'checkpoints', str(step), 'meta', 'metadata'))
+        saved = os.path.getmtime(os.path.join(outline, 'checkpoints', str(step), 'meta', 'metadata'))
         rows.append((kind, ', '.join(a for a, s in there[kind].items() if s == step), str(step),
                      '-' if score is None else f'{score:.4g}',
                      time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(saved)), size))
@@ -128,14 +126,14 @@ def _absent(ref, root, folder):
 
   Near are those of this name elsewhere, those of a project of this name, and those of nearly this name.
   """
-  if not os.path.isdir(root):
+  if not files.isdir(root):
     return f'config.runs_root = {root} is no folder; name the one that has the runs, or give the path of a run'
   found = [f for depth in ('*', '*/*') for f in glob.glob(f'{depth}/checkpoints', root_dir=root)]
   runs = [ref._replace(project=os.path.dirname(r), run=os.path.basename(r)) for r in map(os.path.dirname, found)]
   runs = sorted((r for r in runs if r != ref), key=lambda r: (r.run != ref.run, r.project != ref.project, r))
   close = difflib.get_close_matches(ref.run, [r.run for r in runs])
   near = [r for r in runs if r.run == ref.run or r.project == ref.run or r.run in close] or runs
-  lack = 'has no checkpoint' if os.path.isdir(os.path.join(folder, 'checkpoints')) else 'is no run'
+  lack = 'has no checkpoint' if files.isdir(os.path.join(folder, 'checkpoints')) else 'is no run'
   return f'{folder} {lack}' + (f'; nearest: {", ".join(map(str, near[:3]))}' if near else '')
 
 

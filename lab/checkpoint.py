@@ -1,14 +1,13 @@
 """Orbax's door: save, resume exactly, restore weights.
 
   workdir/checkpoints/<step>/   params  ema  stats  moments  clock  meta
-A step exists once Orbax has renamed its folder, which is its last act: a kill at any moment leaves the step before.
+A step exists once Orbax has renamed its folder, or marked it in a bucket (gs://), which is its last act: a kill at any
+moment leaves the step before.
 `meta` holds the config, package versions, the data's fingerprint, the evaluation's scores and a checksum of every
 array, compared at each restore. Nothing in a checkpoint is code.
 """
 
 import contextlib
-import fcntl
-import glob
 import hashlib
 import json
 import logging
@@ -23,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from lab import links
+from lab import files
 from lab.logs import versions
 from lab.sharding import paths
 from lab.task import TrainState
@@ -45,27 +44,6 @@ class Foreign(CheckpointError):
 class DiskFull(Exception):
   """No room for the next checkpoint; the one before it is safe."""
   exit_code = 6
-
-
-def claim(workdir: str):
-  """Locks a workdir for this process; the lock goes with the process, however it ends. Returns the open file."""
-  try:
-    os.makedirs(workdir, exist_ok=True)
-    f = links.append(os.path.join(workdir, '.lock'), 'a+')
-  except OSError as e:
-    raise CheckpointError(f'--workdir={workdir} can\'t be written: {e}') from None
-  try:
-    fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except OSError:
-    with f:
-      f.seek(0)
-      holder = f.read().strip() or '?'
-    raise CheckpointError(f'--workdir={workdir} is in use by process {holder}; choose another workdir or wait for it'
-                          ) from None
-  f.truncate(0)
-  f.write(str(os.getpid()))
-  f.flush()
-  return f
 
 
 def _write_small_arrays_whole():
@@ -126,10 +104,8 @@ class Checkpoints:
   """The checkpoints of one workdir. The disk is asked each time: nothing about it is remembered."""
 
   def __init__(self, workdir: str, config=None, data: str = ''):
-    if '://' in workdir:
-      raise CheckpointError(f'--workdir={workdir}: only local folders so far; mount the bucket')
-    self.folder = os.path.abspath(os.path.join(workdir, 'checkpoints'))
-    self.config, self.data, self.failures, self.writing = config, data, 0, None
+    self.folder = os.path.join(workdir if files.remote(workdir) else os.path.abspath(workdir), files.CHECKPOINTS)
+    self.config, self.data, self.failures, self.writing, self.retries = config, data, 0, None, 0
     self.notes: dict[str, Any] = {}      # what else a run wants back at its next start; JSON-able
     self.orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
     self.reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler())    # does not wait for a write in progress
@@ -140,9 +116,11 @@ class Checkpoints:
 
   def steps(self) -> list[int]:
     """Complete steps on disk, ascending as numbers; other names are none of ours."""
-    names = os.listdir(self.folder) if os.path.isdir(self.folder) else []
-    return sorted(int(n) for n in names if re.fullmatch(r'0|[1-9]\d*', n) and os.path.exists(
-        os.path.join(self.folder, n, 'meta', 'metadata')))
+    return sorted(int(n) for n in files.names(self.folder) if re.fullmatch(r'0|[1-9]\d*', n) and files.exists(
+        os.path.join(self.folder, n, 'meta', 'metadata')) and self._marked(n))
+
+  def _marked(self, name) -> bool:
+    return not files.remote(self.folder) or files.exists(os.path.join(self.folder, name, files.MARK))
 
   def meta(self, step: int) -> dict[str, Any]:
     """What a step says of itself: config, versions, data, scores, notes, arrays (type, shape and checksum of each).
@@ -150,8 +128,7 @@ class Checkpoints:
     Plain JSON, read without Orbax: any machine and any single process can. Raises CheckpointError if it is broken.
     """
     try:
-      with open(os.path.join(self.path(step), 'meta', 'metadata'), encoding='utf-8') as f:
-        meta = json.load(f)
+      meta = json.loads(files.read(os.path.join(self.path(step), 'meta', 'metadata')))
       return meta if meta['arrays'] is not None else {}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
       raise CheckpointError(f'{self.path(step)}: its description is broken: {e!r}') from None
@@ -173,22 +150,23 @@ class Checkpoints:
 
   def clean(self) -> None:
     """Removes what an interrupted save or removal left. Raises CheckpointError where steps are there, none complete."""
-    names = os.listdir(self.folder) if os.path.isdir(self.folder) else []
-    torn = sorted(int(n) for n in names if n.isdigit() and int(n) not in self.steps())
-    if torn and not self.steps():
+    names, steps = files.names(self.folder), self.steps()
+    torn = sorted(int(n) for n in names if n.isdigit() and int(n) not in steps and self._marked(n))
+    if torn and not steps:
       raise CheckpointError(f'{self.folder} holds the incomplete checkpoints {torn} and no complete one: restore them, '
                             'or choose a new --workdir to start again')
     self._set_aside(torn)
     for name in names:
-      if jax.process_index() == 0 and ('.orbax-checkpoint-tmp' in name or name.startswith('removed-')):
-        shutil.rmtree(os.path.join(self.folder, name), ignore_errors=True)
+      left = '.orbax-checkpoint-tmp' in name or name.startswith('removed-') or name.isdigit() and not self._marked(name)
+      if jax.process_index() == 0 and left:
+        files.remove(os.path.join(self.folder, name))
 
   def _set_aside(self, steps) -> None:
     """Renames broken steps, so that their numbers can be written again and nothing counts them."""
     for step in steps if jax.process_index() == 0 else ():
       log.warning('checkpoint %d is broken; it is kept as %s', step, os.path.join(self.folder, f'broken-{step}'))
-      shutil.rmtree(os.path.join(self.folder, f'broken-{step}'), ignore_errors=True)
-      os.rename(self.path(step), os.path.join(self.folder, f'broken-{step}'))
+      files.remove(os.path.join(self.folder, f'broken-{step}'))
+      files.rename(self.path(step), os.path.join(self.folder, f'broken-{step}'))
 
   def close(self) -> None:
     """Waits for the write in progress and ends the background threads; what went wrong was said before."""
@@ -224,6 +202,8 @@ class Checkpoints:
         self._failed(step, e)
       else:
         self.writing, self.failures = None, 0
+        if files.remote(self.folder):
+          self.retries = files.retries(self.retries)
     self._prune()
 
   def finish(self, step: int, state: TrainState, scores=None) -> None:
@@ -237,16 +217,20 @@ class Checkpoints:
 
   def _failed(self, step, error):
     self.writing, self.failures = None, self.failures + 1
-    for left in glob.glob(glob.escape(self.path(step)) + '.orbax-checkpoint-tmp*') if jax.process_index() == 0 else ():
-      shutil.rmtree(left, ignore_errors=True)      # or it would take the room of the next try
-    log.error('checkpoint %d was not written (%d in a row): %s', step, self.failures, str(error).split('\n')[0])
+    with contextlib.suppress(files.StorageError):
+      for name in files.names(self.folder) if jax.process_index() == 0 else ():
+        if name.startswith(f'{step}.orbax-checkpoint-tmp') or name == str(step) and not self._marked(name):
+          files.remove(os.path.join(self.folder, name))      # or it would be in the way of the next try
+    log.error('checkpoint %d was not written (%d in a row): %s', step, self.failures, files.reason(error))
     if 'No space left' in str(error) and not self.config.checkpoint.space_wait_s:
       raise DiskFull(f'checkpoint {step}: no space left in {self.folder}; complete steps: {self.steps()}') from None
     if self.failures >= FAILURES:
-      raise CheckpointError(f'{self.failures} checkpoints in a row could not be written to {self.folder}: {error}'
-                            ) from error
+      raise CheckpointError(f'{self.failures} checkpoints in a row could not be written to {self.folder}: '
+                            f'{files.reason(error)}') from error
 
   def _wait_for_space(self, state):
+    if files.remote(self.folder):
+      return
     os.makedirs(self.folder, exist_ok=True)
     need = int(1.05 * sum(x.nbytes for x in jax.tree.leaves(state))) + (1 << 20)
     waited = 0.0
@@ -265,9 +249,11 @@ class Checkpoints:
       return
     steps = self.steps()
     for step in set(steps) - set(steps[max(len(steps) - max(keep, 1), 0):]) - {self.best(self.config.checkpoint.best)}:
-      gone = os.path.join(self.folder, f'removed-{step}')
-      os.rename(self.path(step), gone)           # so that a half removed folder never looks like a step
-      shutil.rmtree(gone, ignore_errors=True)
+      gone = self.path(step)
+      if not files.remote(gone):                 # so that a half removed folder never looks like a step
+        gone = os.path.join(self.folder, f'removed-{step}')
+        files.rename(self.path(step), gone)
+      files.remove(gone)
 
   # restoring
 
@@ -287,6 +273,8 @@ class Checkpoints:
       except Foreign:
         raise
       except Exception as e:
+        if self._unreachable(step, abstract, e):
+          raise CheckpointError(f'{self.path(step)} can\'t be read: {files.reason(e)}') from e
         if isinstance(e, MemoryError) or 'RESOURCE_EXHAUSTED' in str(e):
           raise
         log.warning('checkpoint %s is broken, trying the one before: %s', self.path(step), str(e).split('\n')[0])
@@ -300,12 +288,17 @@ class Checkpoints:
                             'choose a new --workdir to start again')
     return None
 
+  def _unreachable(self, step, abstract, error) -> bool:
+    """Whether a bucket only did not answer; Orbax takes an item whose listing is refused for one that is not there."""
+    listed = files.remote(self.folder) and all(files.names(os.path.join(self.path(step), k)) for k in split(abstract))
+    return files.away(self.folder, error) or listed and 'was not found in the checkpoint' in str(error)
+
   def weights(self, which: str, abstract: TrainState) -> tuple[int, Any, Any]:
     """(step, weights, stats) of step `which`: latest, best or a number; the averaged weights where they were kept."""
     step = self.find(which)
     meta = self.meta(step)
     self._compare(step, meta, abstract._replace(opt=()))
-    name = 'ema' if os.path.isdir(os.path.join(self.path(step), 'ema')) else 'params'
+    name = 'ema' if files.isdir(os.path.join(self.path(step), 'ema')) else 'params'
     items = {name: abstract.params, **({'stats': abstract.stats} if jax.tree.leaves(abstract.stats) else {})}
     try:
       got = self.restore(step, items)
@@ -317,7 +310,7 @@ class Checkpoints:
 
   def arrays(self, step: int) -> dict[str, np.ndarray]:
     """path -> array of a step's weights, the averaged ones where they were kept; checked, of whatever network."""
-    name = 'ema' if os.path.isdir(os.path.join(self.path(step), 'ema')) else 'params'
+    name = 'ema' if files.isdir(os.path.join(self.path(step), 'ema')) else 'params'
     folder = os.path.join(self.path(step), name)
     reader = ocp.PyTreeCheckpointer()
     shape = reader.metadata(folder).item_metadata.tree

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from data_pipelines.pipeline import Batches
-from lab import logs, mesh as meshes, metrics
+from lab import files, logs, mesh as meshes, metrics
 from lab.ledger import Ledger
 from lab.programs import Program
 from lab.task import Scalars, Task
@@ -104,10 +104,10 @@ def run(task: Task, config, workdir: str, which: str, output: str = '') -> Scala
   with train.restored(task, config, workdir, which) as (mesh, step, params, stats):
     scalars, pictures = make(task, config, mesh, Ledger(workdir, writes=False))(params, stats)
   if jax.process_index() == 0:
-    folder = output or workdir
+    folder, name = output or files.local(workdir), f'eval_{step}.json'
     os.makedirs(folder, exist_ok=True)
-    path = os.path.join(folder, f'eval_{step}.json')
-    logs.write_atomically(path, json.dumps(logs.finite({'step': step, **scalars}), indent=2) + '\n')
+    logs.write_atomically(os.path.join(folder, name), json.dumps(logs.finite({'step': step, **scalars}), indent=2) + '\n')
     logs.write_pictures(os.path.join(folder, f'eval_{step}'), pictures)
-    logs.say(f'step {step}: {summary(scalars)}\nwritten to {path}')
+    files.push(workdir)
+    logs.say(f'step {step}: {summary(scalars)}\nwritten to {os.path.join(output or workdir, name)}')
   return scalars

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lab import artifact
+from lab import artifact, files
 from lab.checkpoint import HEADS, CheckpointError, Checkpoints, below, join, split, verify
 from lab.sharding import paths
 from lab.task import ConfigError, TrainState
@@ -129,7 +129,7 @@ def _run(source, key, root):
   path, colon, which = source.rpartition(':')
   if not colon or os.sep in which:
     path, which = source, 'latest'
-  if os.path.isdir(path):
+  if files.isdir(path):
     return path, which
   if ref := artifact.parse(source):
     return artifact.find(ref, root, key)
@@ -150,10 +150,10 @@ def _arrays(source, key, root, config=None):
 
 def _safetensors(source, key, config):
   from safetensors import SafetensorError, safe_open
-  if not os.path.isfile(source):
+  if not (files.exists(source) if files.remote(source) else os.path.isfile(source)):
     raise CheckpointError(f'{key} = {source}: no such file{_nearby(source)}')
   try:
-    with safe_open(source, 'numpy') as f:
+    with safe_open(files.fetch(source), 'numpy') as f:
       needs, arrays = f.metadata() or {}, {k: f.get_tensor(k) for k in f.keys()}
   except (SafetensorError, TypeError) as e:         # TypeError: a type that numpy lacks
     raise CheckpointError(f'{key} = {source}: not a safetensors file that can be read: {e}') from None

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from lab import ledger, logs
+from lab import files, ledger, logs
 from lab.checkpoint import CheckpointError
 from lab.config import core, flatten
 
@@ -36,6 +36,7 @@ def describe(workdir: str, which: str = 'latest') -> dict[str, Any]:
   `workdir` may also be the folder of one checkpoint, in a run or alone. Raises CheckpointError where there is no run or
   no such step in it. A step whose description is broken is listed as such, with nothing of what it holds.
   """
+  given = workdir
   workdir, folder, paths, which = _find(workdir, which)
   metas = {step: _meta(path) for step, path in paths.items()}
   rows, rows_error = _rows(workdir)
@@ -52,7 +53,7 @@ def describe(workdir: str, which: str = 'latest') -> dict[str, Any]:
   config = flatten(meta.get('config', newest))
   arrays = _arrays(meta.get('arrays', {}))
   return {
-      'workdir': workdir, 'task': config.get('task', ''), **_state(paths, rows, total),
+      'workdir': given if files.remote(given) else workdir, 'task': config.get('task', ''), **_state(paths, rows, total),
       'chosen': chosen, 'latest': max(paths, default=None), 'best': best, 'best_metric': metric,
       'steps': [_step(s, paths[s], metas[s]) for s in sorted(paths)], **leftovers,
       'data': meta.get('data', ''), 'notes': meta.get('notes', {}), 'versions': _versions(meta.get('versions', {})),
@@ -65,9 +66,9 @@ def describe(workdir: str, which: str = 'latest') -> dict[str, Any]:
 
 def _find(path: str, which: str):
   """(workdir, folder of its steps, {step: folder}, which), from the path of a run or of one checkpoint."""
-  if '://' in path:
-    raise CheckpointError(f'--workdir={path}: only local folders so far; mount the bucket')
-  path = os.path.abspath(path)
+  if files.remote(path) and not files.isdir(path):
+    raise CheckpointError(f'--workdir={path}: no such folder; train first, or correct it')
+  path = os.path.abspath(files.outline(path))
   above, name = os.path.split(path)
   run_itself = os.path.isdir(os.path.join(path, 'checkpoints'))        # whatever its own name is
   if os.path.basename(above) == 'checkpoints' and name.isdecimal() and not run_itself:

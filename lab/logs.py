@@ -6,7 +6,8 @@
   pictures/       the same pictures as PNG files, films as GIF files
   profile/        traces, where config.profile asks for them
   config.json  environment.json  memory.json  parameters.txt
-A resumed run first cuts all of them back to its checkpoint, so that no step is there twice.
+A resumed run first cuts all of them back to its checkpoint, so that no step is there twice. Where the workdir is in a
+bucket, they lie in a scratch folder, and each flush sends them.
 """
 
 import collections
@@ -27,7 +28,7 @@ import jax
 import numpy as np
 
 from data_pipelines import films
-from lab import accumulate, links
+from lab import accumulate, files, links
 from lab.config import flatten
 from lab.ledger import Ledger
 
@@ -42,7 +43,8 @@ class Log:
   """
 
   def __init__(self, workdir: str, config, step: int, ledger: Ledger, due: bool = False):
-    self.workdir, self.config, self.main, self.ledger = workdir, config, jax.process_index() == 0, ledger
+    self.home, self.workdir = workdir, files.local(workdir)
+    self.config, self.main, self.ledger = config, jax.process_index() == 0, ledger
     self.first, self.last, self.began = step, step, time.monotonic()
     self.mark = (accumulate.before(config.optim, step), dict(ledger.seconds))
     self.utilisation = 0.0       # seconds of a micro-batch at the devices' peak; 0: unknown
@@ -50,6 +52,7 @@ class Log:
     self.told = False            # that TensorBoard failed
     if not self.main:
       return
+    workdir = self.workdir
     cut(workdir, step, due)
     self.new = not glob.glob(os.path.join(glob.escape(workdir), 'tensorboard', 'events.*'))
     self.before = _seconds(workdir)
@@ -72,7 +75,7 @@ class Log:
     table = parameter_overview.get_parameter_overview(params, include_stats='sharding')
     write_atomically(os.path.join(self.workdir, 'parameters.txt'), table + '\n')
     log.info('%s parameters; table in %s', f'{parameter_overview.count_parameters(params):,}',
-             os.path.join(self.workdir, 'parameters.txt'))
+             os.path.join(self.home, 'parameters.txt'))
     if self.new:
       self._board('write_hparams', {k: str(v) if isinstance(v, tuple) else v for k, v in flatten(self.config).items()})
       self._board('write_texts', self.first, {'parameters': '```\n' + table + '\n```'})
@@ -132,21 +135,24 @@ class Log:
                   {name: metadata.create_summary_metadata('', '') for name in moving})
 
   def flush(self) -> None:
-    """Everything logged so far is on disk when this returns; a checkpoint is only written after it."""
+    """Everything logged so far is on disk, or in the bucket, when this returns; checkpoints are only written after it."""
     if not self.main:
       return
     for f in self.files.values():
       f.flush()
       os.fsync(f.fileno())
     self._board('flush')
+    files.push(self.home)
 
   def close(self) -> None:
     """Flushes and closes the files."""
     if self.main:
-      self.flush()
-      self._board('close')
-      for f in self.files.values():
-        f.close()
+      try:
+        self.flush()
+      finally:
+        self._board('close')
+        for f in self.files.values():
+          f.close()
 
   def _line(self, name, row):
     self.files[name].write(json.dumps(row) + '\n')

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from data_pipelines import pipeline
 
-from lab import accumulate, logs, memory, mesh as meshes, metrics, optim, train
+from lab import accumulate, files, logs, memory, mesh as meshes, metrics, optim, train
 from lab.graft import fill, graft
 from lab.ledger import Ledger
 from lab.programs import Program
@@ -33,11 +33,13 @@ def run(task, config, workdir: str) -> dict:
     rates, losses = _measure(task, config, workdir, mesh)
   report = analyse(rates, losses) | {'configured': config.optim.learning_rate}
   if jax.process_index() == 0:
-    folder = os.path.join(workdir, 'lr_find')
+    folder = os.path.join(files.local(workdir), 'lr_find')
     os.makedirs(folder, exist_ok=True)
     logs.write_atomically(os.path.join(folder, 'report.json'), json.dumps(report, indent=2) + '\n')
-    files = _picture(report, os.path.join(folder, 'loss'))
-    logs.say(_text(report) + '\nwritten to ' + ', '.join([os.path.join(folder, 'report.json'), *files]))
+    pictures = _picture(report, os.path.join(folder, 'loss'))
+    files.push(workdir)
+    written = [os.path.join(workdir, 'lr_find', os.path.basename(p)) for p in ('report.json', *pictures)]
+    logs.say(_text(report) + '\nwritten to ' + ', '.join(written))
   return report
 
 

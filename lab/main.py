@@ -20,7 +20,7 @@ from absl import flags
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string('config', '', 'recipe: configs/NAME.py[:variant]; --config.KEY=VALUE changes one of its keys')
-flags.DEFINE_string('workdir', '', 'folder of the run: checkpoints, logs, pictures')
+flags.DEFINE_string('workdir', '', 'folder of the run, on a disk or gs://BUCKET/FOLDER: checkpoints, logs, pictures')
 flags.DEFINE_enum('mode', 'train', ['train', 'eval', 'predict', 'lr_find', 'inspect', 'page', 'compile'],
                   'what to do')
 flags.DEFINE_string('step', 'latest', 'eval, predict and inspect: latest, best or the number of a checkpoint')
@@ -56,16 +56,17 @@ def main(argv: list[str]) -> int:
 
 def run(argv: list[str]) -> int:
   """As main, but failures are raised."""
-  from lab import config as configs
+  from lab import config as configs, files
   from lab.task import ConfigError, load
   argv, name = _config_name(argv)
+  files.check('--workdir', _workdir(argv))
   mode = re.search(r'--?mode[= ](inspect|page|eval|predict)\b', ' '.join(argv))
   if not name and not mode:
     raise ConfigError('--config is missing, such as --config=configs/pose.py')
   if name:
     config = configs.read(name)
   else:
-    config = configs.of_run(_workdir(argv)) if mode[1] in ('eval', 'predict') else None
+    config = configs.of_run(files.local(_workdir(argv))) if mode[1] in ('eval', 'predict') else None
   argv = configs.override(config, argv) if config else argv
   try:
     rest = FLAGS(argv)
@@ -79,12 +80,14 @@ def run(argv: list[str]) -> int:
     raise ConfigError('--workdir is missing, such as --workdir=runs/pose')
   if FLAGS.mode == 'predict' and not FLAGS.input:
     raise ConfigError('--mode=predict needs --input: a file, a folder, a camera number or a text')
+  if '://' in FLAGS.output:
+    raise ConfigError(f'--output={FLAGS.output}: expected a folder of this machine')
   if FLAGS.mode in ('inspect', 'page'):
     return _report()
   from lab import train
   try:
     train.check(config)
-    if not config.assets and os.path.isdir(kept := os.path.join(FLAGS.workdir, train.ASSETS)):
+    if not config.assets and os.path.isdir(kept := os.path.join(files.local(FLAGS.workdir), train.ASSETS)):
       config.assets = kept
     task = load(config)
   except (AttributeError, KeyError, TypeError) as e:
@@ -124,8 +127,8 @@ def _report() -> int:
 
 
 def _run(task, config) -> int:
-  from lab import checkpoint, evaluate, ledger, lr_find, mesh, predict
-  if FLAGS.mode in ('eval', 'predict') and not os.path.isdir(FLAGS.workdir):
+  from lab import checkpoint, evaluate, files, ledger, lr_find, mesh, predict
+  if FLAGS.mode in ('eval', 'predict') and not files.isdir(FLAGS.workdir):
     raise checkpoint.CheckpointError(f'--workdir={FLAGS.workdir}: no such folder; train first, or correct it')
   began = ledger.process_began()
   _compilation_cache()
@@ -136,8 +139,7 @@ def _run(task, config) -> int:
   if FLAGS.mode == 'eval':
     evaluate.run(task, config, FLAGS.workdir, FLAGS.step, FLAGS.output)
   elif FLAGS.mode == 'predict':
-    predict.run(task, config, FLAGS.workdir, FLAGS.step, FLAGS.input,
-                FLAGS.output or os.path.join(FLAGS.workdir, 'predictions'))
+    predict.run(task, config, FLAGS.workdir, FLAGS.step, FLAGS.input, FLAGS.output)
   elif FLAGS.mode == 'lr_find':
     lr_find.run(task, config, FLAGS.workdir)
   else:
@@ -148,14 +150,15 @@ def _run(task, config) -> int:
 def _train(task, config, began):
   """Trains, alone in the workdir, and leaves a page about it however far it came."""
   import jax
-  from lab import checkpoint, logs, train
+  from lab import files, logs, train
   first = jax.process_index() == 0
-  with checkpoint.claim(FLAGS.workdir) if first else contextlib.nullcontext():
+  with files.claim(FLAGS.workdir) if first else contextlib.nullcontext():
     try:
       train.run(task, config, FLAGS.workdir, began)
     finally:
-      if first and os.path.exists(os.path.join(FLAGS.workdir, 'config.json')):
+      if first and os.path.exists(os.path.join(files.local(FLAGS.workdir), 'config.json')):
         logs.page(FLAGS.workdir)
+        files.push(FLAGS.workdir)
 
 
 def _config_name(argv):
@@ -172,8 +175,8 @@ def _config_name(argv):
 
 def _workdir(argv):
   """--workdir=FOLDER or --workdir FOLDER; the overrides can't be read before the run's configuration is."""
-  found = re.search(r'(?:^|\0)--?workdir[=\0]([^\0]*)', '\0'.join(argv))
-  return found[1] if found else ''
+  found = re.findall(r'(?:^|\0)--?workdir[=\0]([^\0]*)', '\0'.join(argv))
+  return found[-1] if found else ''
 
 
 def _compilation_cache():

@@ -11,7 +11,7 @@ import shlex
 import time
 from typing import Any, Callable, Mapping, NamedTuple
 
-from lab import config as configs, evaluate, links, logs, plot
+from lab import config as configs, evaluate, files, links, logs, plot
 from lab.page_parts import missing, number, pictures, text
 from lab.page_style import CSS
 from lab.task import ConfigError
@@ -28,7 +28,8 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 class Run(NamedTuple):
   """What the files of a workdir say. Missing files are empty."""
-  workdir: str
+  workdir: str                                 # where they lie on this machine
+  address: str                                 # the workdir as it was given
   config: Mapping[str, Any]
   rows: list[dict[str, Any]]
   checkpoints: dict[int, Mapping[str, Any]]    # step -> scores
@@ -39,15 +40,17 @@ class Run(NamedTuple):
 
 def write(workdir: str) -> str:
   """Writes workdir/run.html at once and returns its path. Raises ConfigError where the workdir is not a run's."""
-  if not any(os.path.isfile(os.path.join(workdir, name)) for name in ('config.json', 'metrics.jsonl')):
+  folder = files.local(workdir)
+  if not any(os.path.isfile(os.path.join(folder, name)) for name in ('config.json', 'metrics.jsonl')):
     raise ConfigError(f'--workdir={workdir}: no run is there: neither config.json nor metrics.jsonl')
-  path = os.path.join(workdir, 'run.html')
-  logs.write_atomically(path, page(read(workdir)))
-  return path
+  logs.write_atomically(os.path.join(folder, 'run.html'), page(read(workdir)))
+  files.push(workdir)
+  return os.path.join(workdir, 'run.html')
 
 
 def read(workdir: str) -> Run:
   """Reads the small files of a workdir; pictures and the ledger are read where they are shown."""
+  address, workdir = workdir, files.outline(workdir)
   faults: list[str] = []
   config, environment, memory = (_json(os.path.join(workdir, f'{n}.json'), faults)
                                  for n in ('config', 'environment', 'memory'))
@@ -60,13 +63,14 @@ def read(workdir: str) -> Run:
   steps = sorted(int(n) for n in (os.listdir(folder) if os.path.isdir(folder) else ())
                  if re.fullmatch(r'0|[1-9]\d*', n) and os.path.isfile(os.path.join(folder, n, 'meta', 'metadata')))
   scores = {s: _json(os.path.join(folder, str(s), 'meta', 'metadata'), faults).get('scores') for s in steps}
-  return Run(workdir, config, rows, {s: v if isinstance(v, dict) else {} for s, v in scores.items()}, environment,
-             memory, faults)
+  return Run(workdir, address, config, rows, {s: v if isinstance(v, dict) else {} for s, v in scores.items()},
+             environment, memory, faults)
 
 
 def page(run: Run) -> str:
   """The whole page as HTML."""
-  name = os.path.basename(os.path.abspath(run.workdir))
+  where = run.address if files.remote(run.address) else os.path.abspath(run.address)
+  name = os.path.basename(where.rstrip('/'))
   sections = (('scores', 'Scores', _scores), ('curves', 'Curves', _curves), ('pictures', 'Pictures', _pictures),
               ('goodput', 'Where the time went', _goodput), ('environment', 'Environment', _environment),
               ('config', 'Configuration', _config), ('checkpoints', 'Checkpoints', _checkpoints),
@@ -79,7 +83,7 @@ def page(run: Run) -> str:
           f'<title>{text(name)}</title><style>{CSS}</style></head>\n<body><main>\n'
           f'<header><h1>{text(name)}</h1>{_state(run)}<nav>{links}</nav></header>\n{_warnings(run)}{body}'
           f'<footer>Written {time.strftime("%Y-%m-%d %H:%M %Z")} from the files of '
-          f'<code>{text(os.path.abspath(run.workdir))}</code></footer>\n</main></body></html>\n')
+          f'<code>{text(where)}</code></footer>\n</main></body></html>\n')
 
 
 # pieces
@@ -312,7 +316,7 @@ def _resume(run):
       ('Predictions for a file, a folder or a camera number:', ('--mode=predict', '--input=PATH')))
   if not train:
     return missing('environment.json does not tell the command.') + (
-        f'<p>Type the command that started the run, with <code>--workdir={text(shlex.quote(run.workdir))}</code>: '
+        f'<p>Type the command that started the run, with <code>--workdir={text(shlex.quote(run.address))}</code>: '
         f'it goes on where it stopped. Add <code>{" ".join(ways[0][1])}</code> for scores or '
         f'<code>{" ".join(ways[1][1])}</code> for predictions.</p>')
   done = _total(run) and _step(run) >= _total(run)

@@ -102,6 +102,9 @@ def read(path: str, workdir: str = '') -> Sweep:
   for key in ('config', 'metric', 'workdir', 'seeds', 'points' if kind == 'list' else 'values'):
     if not data.get(key) or data[key] == '-':
       raise ConfigError(f'{path}: {key} is missing or empty; such as {key} = {json.dumps(KEYS[key])}')
+  if '://' in data['workdir']:
+    raise ConfigError(f'{path}: workdir = {data["workdir"]}: expected a folder of this machine, for workers share a sweep '
+                      'by its locks')
   random = kind == 'random'
   if random and data['samples'] < 1 or data['draw_seed'] < 0:
     raise ConfigError(f'{path}: samples = {data["samples"]}, draw_seed = {data["draw_seed"]}: kind = "random" needs at '

@@ -8,20 +8,21 @@ import jax
 import numpy as np
 
 from data_pipelines import DataError
-from lab import links, logs, mesh as meshes, train
+from lab import files, links, logs, mesh as meshes, train
 from lab.task import ConfigError, Task
 
 
 def run(task: Task, config, workdir: str, which: str, source: str, output: str) -> int:
   """Predicts every input in `source` (a file, a folder, a camera) with a checkpoint's weights.
 
-  Writes output/predictions.jsonl and what task.picture draws. An input that can't be used is named and left out, and
+  Writes predictions.jsonl and what task.picture draws into `output`, by default the workdir's folder predictions. An input that can't be used is named and left out, and
   makes the program end with code 3 after the others. Returns the number of inputs that were used.
   """
   if task.inputs is None:
     raise ConfigError(f'{config.task} has no --mode=predict')
   if jax.process_count() > 1:
     raise ConfigError('--mode=predict runs as one process')
+  told, output = (output or os.path.join(w, 'predictions') for w in (workdir, files.local(workdir)))
   try:
     os.makedirs(output, exist_ok=True)
   except OSError as e:
@@ -37,7 +38,8 @@ def run(task: Task, config, workdir: str, which: str, source: str, output: str) 
   with train.restored(task, config, workdir, which, spec) as (_, step, params, stats):
     logs.say(f'predicting with step {step} of {workdir}')
     used, broken = _write(task, config, params, stats, itertools.chain(seen, stream), output)
-  logs.say(f'{used} input(s) predicted, {broken} left out; see {output}')
+  files.push(workdir)
+  logs.say(f'{used} input(s) predicted, {broken} left out; see {told}')
   if broken:
     raise DataError(f'{broken} input(s) could not be read; they are named above')
   return used

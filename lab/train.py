@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from ml_collections import ConfigDict
 
 from data_pipelines import pipeline
-from lab import accumulate, evaluate, flops, ledger as ledgers, logs, memory, mesh as meshes, metrics, optim, peers
-from lab import sharding
+from lab import accumulate, evaluate, files, flops, ledger as ledgers, logs, memory, mesh as meshes, metrics, optim
+from lab import peers, sharding
 from lab.checkpoint import Checkpoints, digest
 from lab.config import choice, core, flatten
 from lab.graft import continued, fill, graft
@@ -65,6 +65,12 @@ def check(config) -> None:
     raise ConfigError(f'config.init_only = {config.init_only!r}: expected {default!r}, for init_from is not set')
   if not all(isinstance(x, tuple) and [*map(type, x)] == [str, str] and x[1] for x in config.init_parts):
     raise ConfigError(f'config.init_parts = {config.init_parts!r}: expected ((prefix, run or .safetensors file), ...)')
+  if 'data' in config:
+    files.check('config.data.dir', config.data.dir, records=True)
+  for key in ('init_from', 'continue_from', 'runs_root'):
+    files.check(f'config.{key}', config[key])
+  for prefix, path in config.init_parts:
+    files.check(f'config.init_parts[{prefix!r}]', path)
   prefixes = [prefix for prefix, _ in config.init_parts]
   if len({*prefixes}) < len(prefixes):
     raise ConfigError(f'config.init_parts = {config.init_parts!r}: a prefix is there twice')
@@ -108,11 +114,11 @@ def run(task: Task, config, workdir: str, began: float | None = None) -> dict[st
 
   `began`, in seconds since the epoch, is when the program was started; the ledger counts from there.
   """
-  mesh = meshes.make(config.mesh)
-  os.makedirs(workdir, exist_ok=True)
+  mesh, folder = meshes.make(config.mesh), files.local(workdir)
+  os.makedirs(folder, exist_ok=True)
   if task.files and jax.process_index() == 0:
-    _keep(os.path.join(workdir, ASSETS), task.files())
-  with jax.set_mesh(mesh), contextlib.closing(Ledger(workdir, jax.process_index() == 0, began)) as ledger:
+    _keep(os.path.join(folder, ASSETS), task.files())
+  with jax.set_mesh(mesh), contextlib.closing(Ledger(folder, jax.process_index() == 0, began)) as ledger:
     source, size = task.source('train'), config.input.batch_size
     batches = pipeline.Batches(source, config.input, size, meshes.rows(mesh, size).fed, train=True, seed=config.seed)
     tx = optim.make(config.optim, config.total_steps)
@@ -133,10 +139,10 @@ def run(task: Task, config, workdir: str, began: float | None = None) -> dict[st
         log.utilisation = _flops(task, config, batches, like)
         judge = evaluate.make(task, config, mesh, ledger)
         state, reason = _loop(config, mesh, batches, step, state, checkpoints, log, judge)
-      scores = next((r for r in reversed(logs.rows(workdir)) if r['split'] == 'eval'), {})
+      scores = next((r for r in reversed(logs.rows(folder)) if r['split'] == 'eval'), {})
       scores = {k: v for k, v in scores.items() if k not in ('step', 'split')}
       ledger.at(int(state.step), 'end')
-      _close(workdir, checkpoints, state, scores, reason)
+      _close(workdir, folder, checkpoints, state, scores, reason)
       return scores
 
 
@@ -327,7 +333,7 @@ class _Watch:
     logs.log.warning(text)
 
 
-def _close(workdir, checkpoints, state, scores, reason):
+def _close(workdir, folder, checkpoints, state, scores, reason):
   """The summary: what was reached, where it lies, what to type next."""
   step = int(state.step)
   logs.say('\n'.join((
@@ -336,7 +342,7 @@ def _close(workdir, checkpoints, state, scores, reason):
       f'  checkpoint      {checkpoints.path(step)}',
       f'  metrics         {workdir}/metrics.jsonl and {workdir}/tensorboard',
       f'  pictures        {workdir}/pictures',
-      f'  goodput         {ledgers.table(ledgers.summary(workdir))}',
+      f'  goodput         {ledgers.table(ledgers.summary(folder))}',
       'Next:',
       f'  tensorboard --logdir={workdir}/tensorboard',
       '  the same command with --mode=predict --input=<file, folder or text>, or with --mode=eval',

@@ -225,8 +225,6 @@ def test_what_is_no_run_is_said_to_be_none(tmp_path):
   (tmp_path / 'config.json').write_text('{"model_type": "other"}')
   with pytest.raises(CheckpointError, match='is no run: it has neither checkpoints nor logs'):
     inspect.describe(str(tmp_path))
-  with pytest.raises(CheckpointError, match='only local folders'):
-    inspect.describe('gs://bucket/run')
 
 
 def test_numbers_are_readable_and_columns_aligned(copy):

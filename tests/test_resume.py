@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from lab import checkpoint, evaluate, logs, mesh as meshes, plot, train
+from lab import checkpoint, evaluate, files, logs, mesh as meshes, plot, train
 from lab.checkpoint import Checkpoints
 from tests import toy
 
@@ -307,11 +307,11 @@ def test_broken_records_are_remembered(toy_config, tmp_path, monkeypatch):
 
 
 def test_two_runs_never_share_a_workdir(tmp_path):
-  held = checkpoint.claim(str(tmp_path))
-  with pytest.raises(checkpoint.CheckpointError, match=f'in use by process {os.getpid()}'):
-    checkpoint.claim(str(tmp_path))
+  held = files.claim(str(tmp_path))
+  with pytest.raises(files.StorageError, match=f'in use by process {os.getpid()}'):
+    files.claim(str(tmp_path))
   held.close()
-  checkpoint.claim(str(tmp_path)).close()
+  files.claim(str(tmp_path)).close()
 
 
 def test_digest_sees_every_bit_and_every_swap():

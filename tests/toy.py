@@ -1,6 +1,5 @@
 """A task of one matrix on numbers in TFRecords: everything the core does, in a second."""
 
-import glob
 import os
 
 import jax
@@ -49,7 +48,7 @@ def write(folder: str, sizes=(('train', 30), ('eval', 13)), features: int = 4) -
 
 def shards(folder: str, split: str) -> tuple[str, ...]:
   """The files of a split, in order."""
-  return tuple(sorted(glob.glob(os.path.join(folder, f'{split}-*.tfrecord'))))
+  return tuple(sorted(pipeline.tensorflow().io.gfile.glob(os.path.join(folder, f'{split}-*.tfrecord'))))
 
 
 def source(folder: str, split: str, size: int, noise: float = 0.0) -> pipeline.Source:

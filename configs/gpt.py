@@ -10,6 +10,9 @@
       1.598 bits a byte of unseen ones in 2 minutes (benchmarks/RESULTS.md)
   launch/run.sh --config=configs/gpt.py:modern --workdir=runs/gpt-modern --config.data.dir=data/corpus
       the same with rotary positions, normed queries and keys, squared ReLU, no biases, and Muon for the matrices
+  launch/run.sh --config=configs/gpt.py:xl --workdir=runs/gpt-xl --config.data.dir=data/corpus --distributed
+      1.2 billion parameters in 24 layers of 2048, split over all devices, 2048 tokens seen; GPT-3 XL's rate and batch
+      (arXiv 2005.14165, table 2.1), 20 tokens a parameter; never trained here, but compiled for pods (docs/pods.md)
 
   python -m data_pipelines.prepare corpus --raw_dir=TEXTS --out_dir=data/corpus --tokenizer=VOCABULARY --length=1024
 """
@@ -19,7 +22,7 @@ from ml_collections import ConfigDict
 from lab.systems.language import config as shape
 from lab.task import ConfigError
 
-VARIANTS = ('smoke', 'shakespeare', 'full', 'modern')
+VARIANTS = ('smoke', 'shakespeare', 'full', 'modern', 'xl')
 
 
 def get_config(variant: str = '') -> ConfigDict:
@@ -40,6 +43,16 @@ def get_config(variant: str = '') -> ConfigDict:
       config.model.update({'positions': 'rope', 'qk_norm': True, 'activation': 'relu2', 'bias': False})
       config.optim.update({'name': 'muon', 'learning_rate': 3e-3, 'beta2': -1.0})
       config.optim.second.update({'params': '(tokens|norm)', 'name': 'adamw'})
+    return config
+  if variant == 'xl':
+    config.data.length = 2048
+    config.model.update({'width': 2048, 'layers': 24, 'heads': 16, 'dropout': 0.0, 'activation': 'gelu_tanh',
+                         'positions': 'rope', 'remat': True})
+    config.mesh.update({'data': 1, 'fsdp': -1})
+    config.total_steps, config.optim.warmup_steps = 25_000, 500
+    config.optim.update({'learning_rate': 2e-4, 'end_rate': 2e-5, 'beta2': 0.95})
+    config.input.batch_size = config.input.eval_batch_size = 512
+    config.log_steps, config.eval_steps, config.checkpoint.steps = 100, 1000, 500
     return config
   if variant and variant not in VARIANTS:
     raise ConfigError(f'configs/gpt.py has no variant {variant!r}; there are {", ".join(VARIANTS)}')

@@ -17,7 +17,7 @@ from typing import Iterable, Iterator, Mapping, NamedTuple, Sequence
 import numpy as np
 
 from data_pipelines import DataError, arc_raw, prepared
-from data_pipelines.pipeline import Source, tensorflow
+from data_pipelines.pipeline import Source, tensorflow, within
 
 NAME, VERSION = 'arc_grids', '1.0.0'
 SAMPLE = os.path.join(os.path.dirname(__file__), 'samples', 'arc')
@@ -344,8 +344,8 @@ def decode(serialized) -> dict:
 
 def _example(side: int, fields: dict, seed) -> dict:
   tf = tensorflow()
-  size = tf.shape(fields['grid'])
-  grid = tf.pad(fields['grid'], [[0, side - size[0]], [0, side - size[1]]], constant_values=OUTSIDE)
+  grid, size = within(fields['grid'], arc_raw.COLOURS, 'colours'), tf.shape(fields['grid'])
+  grid = tf.pad(grid, [[0, side - size[0]], [0, side - size[1]]], constant_values=OUTSIDE)
   return {'grid': tf.ensure_shape(grid, [side, side]), 'size': size, 'number': tf.cast(seed % (1 << 32), tf.uint32),
           **{k: tf.cast(fields[k], tf.int32) for k in ('pair', 'is_input')}}
 

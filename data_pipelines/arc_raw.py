@@ -14,6 +14,7 @@ says one: 'evaluation' if it contains evaluation, or is valid, validation, val o
 """
 
 import collections
+import functools
 import gzip
 import json
 import os
@@ -28,6 +29,7 @@ from data_pipelines import DataError
 SPLITS = ('train', 'evaluation')
 SUFFIXES = ('.json', '.jsonl', '.json.gz', '.jsonl.gz')
 COLOURS = 10
+BYTES_MAX = 256 << 20      # of a JSON text, which is parsed whole; larger ones are refused
 _SPLIT = re.compile(r'(evaluation|^(?:valid|validation|val|test)[-_.]?\d*$)|training|^train[-_.]?\d*$')
 _PARTS = ('train', 'test', 'examples')
 
@@ -119,8 +121,11 @@ def values(path: str) -> Iterator[tuple[str, int, Any]]:
   by_line = path.lower().endswith(('.jsonl', '.jsonl.gz'))
   try:
     with gzip.open(path, 'rb') if path.lower().endswith('.gz') else open(path, 'rb') as f:
-      for number, data in enumerate(f if by_line else [f.read()], 1):
+      texts = iter(functools.partial(f.readline, BYTES_MAX + 1), b'') if by_line else [f.read(BYTES_MAX + 1)]
+      for number, data in enumerate(texts, 1):
         where = f'{path}:{number}' if by_line else path
+        if len(data) > BYTES_MAX:       # of a small .gz file, too
+          raise DataError(f'{where}: a JSON text of more than {BYTES_MAX} bytes; divide it, or write a task a line')
         data = data.removeprefix(b'\xef\xbb\xbf') if number == 1 else data
         if not by_line or data.strip():
           yield where, number * by_line, parse(data, where)

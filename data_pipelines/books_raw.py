@@ -64,9 +64,12 @@ def read(raw_dir: str, whole: bool = False) -> Iterator[Writing]:
 def _book(path: str, name: str, whole: bool) -> Iterator[tuple[str, bytes, int]]:
   try:
     with open(path, 'rb') as f:
-      text = f.read().removeprefix(codecs.BOM_UTF8).replace(b'\r\n', b'\n')
+      text = f.read(documents.BYTES_MAX + 1)
   except OSError as e:
     raise DataError(f'{path}: cannot be read: {e.strerror}') from None
+  if len(text) > documents.BYTES_MAX:
+    raise DataError(f'{path}: a book of more than {documents.BYTES_MAX} bytes; cut it into several')
+  text = text.removeprefix(codecs.BOM_UTF8).replace(b'\r\n', b'\n')
   if whole:
     yield name, text, 1
     return

@@ -293,10 +293,11 @@ def source(folder: str, split: str, objective: str, *, length: int, documents: s
   if split not in found['splits']:
     raise DataError(f'{path}: no split {split!r}; there are {", ".join(sorted(found["splits"]))}')
   entry, apart = found['splits'][split], {'apart': True, 'together': False}[documents]
+  vocabulary = found['options']['vocabulary']
   if objective == 'mlm':
     most = max(1, int(share * length))
-    augment = functools.partial(windows.masked, length, most, found['options']['vocabulary'], special, apart)
+    augment = functools.partial(windows.masked, length, most, vocabulary, special, apart)
   else:
     augment = functools.partial(windows.following, length, entry['records'], split == 'train', special, apart)
-  return Source(tuple(os.path.join(path, name) for name in sorted(entry['shards'])), windows.decode, augment,
-                entry['records'])
+  return Source(tuple(os.path.join(path, name) for name in sorted(entry['shards'])),
+                functools.partial(windows.known, vocabulary), augment, entry['records'])

@@ -9,6 +9,7 @@ other documents are divided by the SHA-256 of their text, 80 / 10 / 10: the same
 whatever the seed and wherever it lies.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ from data_pipelines import DataError
 
 SPLITS = ('train', 'validation', 'test')
 TEXT = ('.txt', '.raw', '.tokens')
+BYTES_MAX = 256 << 20      # of a line, and of a file that can only be read whole; larger ones are refused
 _NAMED = re.compile(r'(?:wiki\.)?(train|valid|validation|val|test)(?![a-z])', re.IGNORECASE)
 _HEADING = re.compile(r' ?= (?!= )\S(?:.*\S)?(?<! =) = ?')
 _BORDER = re.compile(r'(?<=[^\W_])[ \n\t]')
@@ -48,7 +50,9 @@ def lines(path: str) -> Iterator[tuple[int, str]]:
   at = 0
   try:
     with open(path, 'rb') as f:
-      for number, line in enumerate(f, 1):
+      for number, line in enumerate(iter(functools.partial(f.readline, BYTES_MAX + 1), b''), 1):
+        if len(line) > BYTES_MAX:
+          raise DataError(f'{path}:{number}: a line of more than {BYTES_MAX} bytes; break it into several')
         try:
           text = line.decode('utf-8')
         except UnicodeDecodeError as e:

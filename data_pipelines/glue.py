@@ -20,7 +20,7 @@ from typing import Iterable, Iterator, Mapping, NamedTuple, Sequence
 import numpy as np
 
 from data_pipelines import DataError, corpus, documents, prepared, sentences, tokens, windows
-from data_pipelines.pipeline import Source, tensorflow
+from data_pipelines.pipeline import Source, tensorflow, within
 
 VERSION = '1.0.0'
 LABELS = {'cola': ('unacceptable', 'acceptable'), 'sst2': ('negative', 'positive')}
@@ -278,7 +278,9 @@ def source(folder: str, split: str, *, length: int, labels: Sequence[str] = ()) 
     raise DataError(f'{path}: the labels of the data are {", ".join(names)}, those of the model {", ".join(wanted)}; '
                     'labels go by their names')
   entries = [found['splits'][part] for part in dict.fromkeys(parts)]
-  augment = functools.partial(_example, length, found['options']['special'], [wanted.index(name) for name in names])
+  options = found['options']
+  augment = functools.partial(_example, length, options['vocabulary'], options['special'],
+                              [wanted.index(name) for name in names])
   shards = tuple(os.path.join(path, name) for entry in entries for name in sorted(entry['shards']))
   return Source(shards, decode, augment, sum(entry['records'] for entry in entries))
 
@@ -292,18 +294,20 @@ def decode(serialized) -> dict:
   return {**fields, 'ids': tf.io.decode_raw(fields['ids'], tf.int32, little_endian=True)}
 
 
-def _example(length: int, special: Mapping[str, int], places: list[int], fields: dict, seed) -> dict:
+def _example(length: int, vocabulary: int, special: Mapping[str, int], places: list[int], fields: dict, seed) -> dict:
   del seed
   tf = tensorflow()
+  label = within(fields['label'], len(places), 'label')
   before, behind = (('cls',), ('sep',)) if special['cls'] >= 0 else ((), ('eos',) * (special['eos'] >= 0))
   before, behind = ([special[k] for k in names] for names in (before, behind))
   room = length - len(before) - len(behind)
-  parts = [tf.constant(before, tf.int32), fields['ids'][:room], tf.constant(behind, tf.int32)]
+  parts = [tf.constant(before, tf.int32), within(fields['ids'], vocabulary, 'ids')[:room],
+           tf.constant(behind, tf.int32)]
   ids = tf.concat(parts, 0)
   size = tf.size(ids)
   ids = tf.pad(ids, [[0, length - size]], constant_values=max(special['pad'], 0))
   return {'ids': tf.ensure_shape(ids, [length]), 'segments': tf.cast(tf.range(length) < size, tf.int32),
-          'label': tf.gather(tf.constant(places, tf.int32), fields['label']), 'row': tf.cast(fields['row'], tf.int32),
+          'label': tf.gather(tf.constant(places, tf.int32), label), 'row': tf.cast(fields['row'], tf.int32),
           'truncated': tf.cast(tf.size(fields['ids']) > room, tf.int32)}
 
 

@@ -130,6 +130,14 @@ def fingerprint(source: Source, index: Index) -> str:
   return found.hexdigest()[:16]
 
 
+def within(values, size: int, name: str):
+  """The values [...] of a record, all from 0 to size - 1. Others make it a bad one: a device would clamp them."""
+  tf = tensorflow()
+  with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all((values >= 0) & (values < size)), [
+      f'{name} from', tf.reduce_min(values), 'to', tf.reduce_max(values), f'where 0 to {size - 1} are known'])]):
+    return tf.identity(values)
+
+
 def place(source: Source, index: Index, record: int) -> str:
   """The name of a record for a message: shard#record, counted within the shard."""
   f = index.file[record]

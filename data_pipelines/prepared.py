@@ -49,6 +49,8 @@ def write(builder_class, out_dir: str, splits: Mapping[str, Callable[[], Iterabl
         raise DataError(f'{final} holds data made from other files or options; choose another --out_dir or delete it')
       return final
     work = os.path.join(out_dir, '.incomplete')
+    if os.path.islink(work):
+      os.unlink(work)
     shutil.rmtree(work, ignore_errors=True)
     try:
       with space(out_dir):
@@ -127,7 +129,9 @@ def scratch(out_dir: str):
 @contextlib.contextmanager
 def _locked(out_dir: str):
   """One writer at a time; the system frees the lock of a killed process."""
-  with _opened(out_dir, lambda: open(os.path.join(out_dir, '.lock'), 'w', encoding='ascii')) as lock:
+  def no_link(name, flags):         # which would lead out of the folder
+    return os.open(name, flags | os.O_NOFOLLOW, 0o666)
+  with _opened(out_dir, lambda: open(os.path.join(out_dir, '.lock'), 'ab', opener=no_link)) as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)
     yield
 
@@ -165,8 +169,11 @@ def manifest(folder: str) -> dict:
       found = json.load(f)
     if not all(k in found for k in ('dataset', 'options', 'splits')):
       raise ValueError('keys are missing')
+    for name in (*found.get('beside', ()), *(n for split in found['splits'].values() for n in split['shards'])):
+      if os.path.basename(name) != name or name in ('', '.', '..'):
+        raise DataError(f'{path}: {name!r} is no name of a file in its folder; such data sets are refused')
     return found
-  except (tf.errors.OpError, ValueError, TypeError, RecursionError) as e:
+  except (tf.errors.OpError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
     why = 'missing' if isinstance(e, tf.errors.NotFoundError) else f'unreadable ({type(e).__name__})'
     raise DataError(f'{path} is {why}: the folder is no complete data set; prepare it again') from None
 

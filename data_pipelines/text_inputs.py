@@ -42,8 +42,12 @@ def _lines(source):
   if os.path.isdir(source):
     raise DataError(f'--input={source}: a folder; expected a text, or a file with one in each line')
   with open(source, 'rb') as f:
-    for number, line in enumerate(f, 1):
+    most = 4 * _LINE + 2                       # bytes: no character has more than 4
+    for number, line in enumerate(iter(lambda: f.readline(most), b''), 1):
       where = f'{source}:{number}'
+      if len(line) == most and not line.endswith(b'\n'):
+        yield where, DataError(f'more than {_LINE} characters in a line; the rest of the file is not read')
+        return
       try:
         text = line.decode('utf-8-sig' if number == 1 else 'utf-8').rstrip('\r\n')
       except UnicodeDecodeError as e:

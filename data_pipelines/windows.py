@@ -8,7 +8,7 @@ from typing import Iterator, Mapping
 
 import numpy as np
 
-from data_pipelines.pipeline import tensorflow
+from data_pipelines.pipeline import tensorflow, within
 
 CONTROL = ('pad', 'unk', 'cls', 'sep', 'mask', 'eos')
 
@@ -38,6 +38,12 @@ def decode(serialized) -> dict:
   fields = tf.io.parse_single_example(serialized, {
       'ids': tf.io.FixedLenFeature([], tf.string), 'count': tf.io.FixedLenFeature([], tf.int64)})
   return {**fields, 'ids': tf.io.decode_raw(fields['ids'], tf.int32, little_endian=True)}
+
+
+def known(vocabulary: int, serialized) -> dict:
+  """As decode, of a record without ids that a vocabulary of this size has not."""
+  fields = decode(serialized)
+  return {**fields, 'ids': within(fields['ids'], vocabulary, 'ids')}
 
 
 def check(serialized: bytes) -> str:

@@ -130,7 +130,7 @@ class Checkpoints:
     try:
       meta = json.loads(files.read(os.path.join(self.path(step), 'meta', 'metadata')))
       return meta if meta['arrays'] is not None else {}
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
       raise CheckpointError(f'{self.path(step)}: its description is broken: {e!r}') from None
 
   def best(self, name: str) -> int | None:

@@ -5,6 +5,7 @@ import difflib
 import importlib.util
 import json
 import os
+import re
 
 from ml_collections import ConfigDict
 
@@ -26,6 +27,10 @@ def core() -> ConfigDict:
       'platform': '',              # cpu, gpu or tpu must be there; '' takes the best there is and says so
       'prng': 'threefry2x32',      # or rbg, which compiles faster; both are exact on one mesh
       'mesh': {'data': -1, 'fsdp': 1, 'tensor': 1},   # devices an axis; one may be -1: all that are left
+      'processes': {               # of a run on several hosts
+          'start_s': 300.0,        # seconds to wait for each other
+          'heartbeat_s': 60.0,     # seconds that one may be silent for; then the others end with code 7
+      },
       'input': {
           'batch_size': 32,        # global, all processes together; an update takes optim.accumulate of them
           'eval_batch_size': 32,
@@ -123,15 +128,24 @@ def read(spec: str) -> ConfigDict:
 
 
 def of_run(workdir: str) -> ConfigDict:
-  """The configuration that a run was started with. Raises ConfigError where there is none."""
+  """The configuration that a run was started with.
+
+  Raises ConfigError where there is none, and where its task is none of the lab's systems: a workdir may come from
+  elsewhere, and to import what it names would run whatever lies there. A recipe that the user names may have any task.
+  """
   path = os.path.join(workdir, 'config.json')
   try:
     with open(path, encoding='utf-8') as f:
       found = json.load(f)
-    return ConfigDict(_tuples({**found, 'assets': ''})).lock()
-  except (OSError, ValueError, TypeError, AttributeError) as e:
+    config = ConfigDict(_tuples({**found, 'assets': ''})).lock()
+    task = config.task
+  except (OSError, ValueError, TypeError, AttributeError, RecursionError) as e:
     raise ConfigError(f'{path}: no configuration of a run is there ({type(e).__name__}); give --config, such as '
                       '--config=configs/pose.py, or the --workdir of a run') from None
+  if not isinstance(task, str) or not re.fullmatch(r'lab\.systems\.\w+\.task', task):
+    raise ConfigError(f'{path}: task = {task!r}, which is no system of the lab; what a run names is not imported: give '
+                      '--config with the recipe of the run')
+  return config
 
 
 def _tuples(value):
@@ -203,7 +217,7 @@ def _typed(key: str, text: str, default):
       value = tuple(value)
     if type(value) is kind:
       return value
-  except (ValueError, SyntaxError):
+  except (ValueError, SyntaxError, MemoryError, RecursionError):     # the last two: nested too deeply
     pass
   raise ConfigError(f'--config.{key}={text}: expected {kind.__name__}, such as {default!r}')
 

@@ -15,12 +15,13 @@ import importlib.util
 import json
 import logging
 import os
+import platform
 import re
 import shutil
-import socket
 import tempfile
 import time
 
+from lab import links
 from lab.task import ConfigError
 
 log = logging.getLogger('lab')
@@ -177,10 +178,10 @@ def outline(workdir: str) -> str:
     path, step = os.path.join(folder, CHECKPOINTS, name), name.split('/')[0]
     os.makedirs(os.path.dirname(path), exist_ok=True)
     if not name.endswith('/meta/metadata'):
-      with open(path, 'wb') as f:
+      with links.fresh(path, 'wb') as f:
         f.truncate(about['size'])          # a hole, which takes no room
     elif f'{step}/{MARK}' in objects:
-      with open(path, 'wb') as f:
+      with links.fresh(path, 'wb') as f:
         f.write(read(os.path.join(workdir, CHECKPOINTS, name)))
       os.utime(path, (about['mtime'].timestamp(),) * 2)
   return folder
@@ -206,7 +207,7 @@ def claim(workdir: str):
     return _claim_remote(workdir)
   try:
     os.makedirs(workdir, exist_ok=True)
-    f = open(os.path.join(workdir, '.lock'), 'a+', encoding='ascii')
+    f = links.append(os.path.join(workdir, '.lock'), 'a+')
   except OSError as e:
     raise StorageError(f'--workdir={workdir} can\'t be written: {e}') from None
   try:
@@ -228,7 +229,7 @@ def _claim_remote(workdir):
   with contextlib.suppress(FileNotFoundError):
     log.warning('%s: a process did not end in order there: %s. If it still lives, it ends at its next checkpoint',
                 workdir, read(lock).decode(errors='replace'))
-  ours = json.dumps({'host': socket.gethostname(), 'process': os.getpid(), 'time': time.time()}).encode()
+  ours = json.dumps({'host': platform.node(), 'process': os.getpid(), 'time': time.time()}).encode()
   _write(lock, ours)
   _claims[workdir] = ours
   _scratch.pop(workdir, None)        # the other may have written since it was fetched
@@ -269,11 +270,12 @@ def _state(folder):
 
 
 def _objects(folder):
-  """name below a folder of a bucket -> what is known of the object."""
+  """name below a folder of a bucket -> what is known of the object; names that lead out of a folder are left out."""
   start = folder.removeprefix('gs://').rstrip('/') + '/'
   with _asking(folder), contextlib.suppress(FileNotFoundError):
     found = _service().find(folder, detail=True)
-    return {n.removeprefix(start): about for n, about in found.items() if n.startswith(start) and n[-1] != '/'}
+    below = {n.removeprefix(start): about for n, about in found.items() if n.startswith(start)}
+    return {n: about for n, about in below.items() if not {'', '.', '..'} & {*n.split('/')}}
   return {}
 
 

@@ -133,6 +133,8 @@ def _run(source, key, root):
     return path, which
   if ref := artifact.parse(source):
     return artifact.find(ref, root, key)
+  if os.path.isfile(path):
+    raise CheckpointError(f'{key} = {source}: a file of another kind; expected a run, or a .safetensors file')
   grammar = f'; a run below {root} is named {artifact.GRAMMAR}' if {*artifact.KINDS} & {*path.split('/')} else ''
   raise CheckpointError(f'{key} = {source}: no such folder{_nearby(path) or grammar}')
 
@@ -153,8 +155,8 @@ def _safetensors(source, key, config):
   try:
     with safe_open(files.fetch(source), 'numpy') as f:
       needs, arrays = f.metadata() or {}, {k: f.get_tensor(k) for k in f.keys()}
-  except SafetensorError as e:
-    raise CheckpointError(f'{key} = {source}: not a safetensors file: {e}') from None
+  except (SafetensorError, TypeError) as e:         # TypeError: a type that numpy lacks
+    raise CheckpointError(f'{key} = {source}: not a safetensors file that can be read: {e}') from None
   has = config.model if config is not None and 'model' in config else {}
   for name, value in needs.items():
     if name in has and str(has[name]) != value:

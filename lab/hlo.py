@@ -11,7 +11,7 @@ INSTRUCTION = re.compile(r'^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.
 HEADER = re.compile(r'^(ENTRY )?%?([\w.\-]+) (?:\(.*)?.*\{$')
 # what these apply to pairs of numbers holds no collective
 ARITHMETIC = ('reduce', 'scatter', 'sort', 'map', 'reduce-window', 'select-and-scatter')
-CALLED = re.compile(r'(?:body|calls|to_apply|branch_computations|called_computations)='
+CALLED = re.compile(r'(?:body|calls|to_apply|(?:true|false)_computation|branch_computations|called_computations)='
                     r'(?:\{([^}]*)\}|%?([\w.\-]+))')
 
 
@@ -32,7 +32,8 @@ def collectives(text: str, devices: int) -> dict[str, Sent]:
   """kind -> what is sent, of the text of a program for so many devices; loops count as often as they run.
 
   A ring of n devices sends 2 (n - 1) / n of an all-reduce's bytes, (n - 1) / n of what is gathered, scattered or
-  exchanged, and all of what is permuted or broadcast. A loop whose number of turns isn't told counts once.
+  exchanged, and all of what is permuted or broadcast. A loop whose number of turns isn't told counts once; of a choice
+  the branch with the fewest bytes counts, such as that of all steps but the first.
   """
   bodies, entry = _computations(text)
   totals = collections.defaultdict(lambda: [0, 0, 0.0])
@@ -87,10 +88,12 @@ def _of_line(line, bodies, known) -> collections.Counter:
   if kind in KINDS:
     out[_Group(kind, _payload(shape, kind, op.endswith('-start')), _size(rest))] = 1
   elif op not in ARITHMETIC and not op.endswith('-done'):      # what ends was counted where it began
-    turns = _turns(rest, bodies) if op == 'while' else 1
-    for called in _called(rest):
-      for group, times in _found(bodies, called, known).items():
-        if called.startswith('all-reduce-scatter'):            # a TPU's name for a fusion of the two
+    turns, called = _turns(rest, bodies) if op == 'while' else 1, _called(rest)
+    if op == 'conditional':
+      called = sorted(called, key=lambda name: sum(t * g.payload for g, t in _found(bodies, name, known).items()))[:1]
+    for name in called:
+      for group, times in _found(bodies, name, known).items():
+        if name.startswith('all-reduce-scatter'):            # a TPU's name for a fusion of the two
           group = group._replace(kind='reduce-scatter', payload=_bytes(shape))
         out[group] += times * turns
   return out

@@ -120,7 +120,7 @@ def _json(path: str) -> dict[str, Any] | None:
   try:
     with open(path, encoding='utf-8') as f:
       value = json.load(f)
-  except (OSError, ValueError):
+  except (OSError, ValueError, RecursionError):
     return None
   return value if isinstance(value, dict) else None
 
@@ -150,7 +150,7 @@ def _rows(workdir: str):
   try:
     rows = logs.rows(workdir)
     return [r for r in rows if isinstance(r['step'], int) and r['split']], ''
-  except (OSError, ValueError, KeyError, TypeError) as e:
+  except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
     return [], f'metrics.jsonl is broken: {e!r}'
 
 

@@ -10,7 +10,7 @@ import json
 import os
 import time
 
-from lab import memory
+from lab import links, memory
 
 PHASES = ('start', 'compile', 'restore', 'wait', 'step', 'evaluate', 'save')
 BUCKETS = (*PHASES, 'lost', 'idle')
@@ -36,7 +36,7 @@ class Ledger:
     self.seconds = dict.fromkeys(PHASES, 0.0)
     self.phase, self.mark = 'start', time.monotonic() - (now - self.began)
     self.compilations, self.step, self.written = 0, 0, 0.0
-    self.file = open(os.path.join(workdir, NAME), 'a', encoding='utf-8') if writes else None
+    self.file = links.append(os.path.join(workdir, NAME)) if writes else None
     if writes and self.file.tell():
       self.file.write('\n')       # whatever a kill cut off stays a line of its own
 
@@ -117,7 +117,7 @@ def _lines(path) -> list[dict]:
   if os.path.exists(path):
     with open(path, encoding='utf-8') as f:
       for line in f:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
           found.append(json.loads(line))
   return found
 

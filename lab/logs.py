@@ -10,6 +10,7 @@ A resumed run first cuts all of them back to its checkpoint, so that no step is 
 bucket, they lie in a scratch folder, and each flush sends them.
 """
 
+import collections
 import glob
 import importlib.metadata
 import json
@@ -17,6 +18,7 @@ import logging
 import math
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
@@ -26,7 +28,7 @@ import jax
 import numpy as np
 
 from data_pipelines import films
-from lab import accumulate, files
+from lab import accumulate, files, links
 from lab.config import flatten
 from lab.ledger import Ledger
 
@@ -35,24 +37,28 @@ log = logging.getLogger('lab')
 
 
 class Log:
-  """The log of one run. Only the first process writes; a picture or TensorBoard that fails is a warning, no end."""
+  """The log of one run. Only the first process writes; a picture or TensorBoard that fails is a warning, no end.
 
-  def __init__(self, workdir: str, config, step: int, ledger: Ledger):
+  It goes on after `step`, whose evaluation is still `due` if the run was asked to stop in it.
+  """
+
+  def __init__(self, workdir: str, config, step: int, ledger: Ledger, due: bool = False):
     self.home, self.workdir = workdir, files.local(workdir)
     self.config, self.main, self.ledger = config, jax.process_index() == 0, ledger
     self.first, self.last, self.began = step, step, time.monotonic()
     self.mark = (accumulate.before(config.optim, step), dict(ledger.seconds))
     self.utilisation = 0.0       # seconds of a micro-batch at the devices' peak; 0: unknown
     self.before = 0.0            # seconds of the run's earlier processes
+    self.told = False            # that TensorBoard failed
     if not self.main:
       return
     workdir = self.workdir
-    cut(workdir, step)
+    cut(workdir, step, due)
     self.new = not glob.glob(os.path.join(glob.escape(workdir), 'tensorboard', 'events.*'))
     self.before = _seconds(workdir)
     from clu import metric_writers
     self.board = metric_writers.SummaryWriter(os.path.join(workdir, 'tensorboard'))
-    self.files = {n: open(os.path.join(workdir, n), 'a', encoding='utf-8') for n in ('metrics.jsonl', 'timings.jsonl')}
+    self.files = {n: links.append(os.path.join(workdir, n)) for n in ('metrics.jsonl', 'timings.jsonl')}
     self.write('config.json', json.loads(config.to_json()))
     self.write('environment.json', environment())
 
@@ -156,7 +162,9 @@ class Log:
     try:
       getattr(self.board, method)(*args)
     except Exception as e:  # a full log disk must not end training
-      log.warning('TensorBoard: %s failed: %s', method, str(e).split('\n')[0])
+      if not self.told:
+        log.warning('TensorBoard: %s failed, and further failures will not be told: %s', method, str(e).split('\n')[0])
+      self.told = True
 
 
 class Profile:
@@ -238,6 +246,26 @@ class Progress:
       say(f'{self.what}: batch {done}/{self.total}  ETA {duration((now - self.began) / done * (self.total - done))}')
 
 
+class Pace:
+  """Tells when the first step was made, and warns of one that takes ten times the median of the last hundred.
+
+  `began`: when the program was started, in seconds since the epoch. A step of less than a second is never warned of.
+  """
+
+  def __init__(self, began: float):
+    self.began, self.last, self.times = began, None, collections.deque(maxlen=100)
+
+  def __call__(self, step: int, total: float) -> None:
+    """`total`: seconds in steps, and in waiting for their data, since the start."""
+    if self.last is None:
+      say(f'first step {time.time() - self.began:.1f} s after the start of the program')
+    took, self.last = total - (total if self.last is None else self.last), total
+    usual = statistics.median(self.times) if len(self.times) >= 10 else math.inf
+    if took > max(10 * usual, 1) and jax.process_index() == 0:
+      log.warning('step %d took %.1f s, %.0f times the median of %.3g s', step, took, took / usual, usual)
+    self.times.append(took)
+
+
 def duration(seconds: float) -> str:
   """3700.0 -> '1h01m'."""
   s = int(round(seconds))
@@ -246,7 +274,7 @@ def duration(seconds: float) -> str:
 
 def write_atomically(path: str, text: str) -> None:
   """Writes a text file so that its name never shows half of it."""
-  with open(path + '.new', 'w', encoding='utf-8') as f:
+  with links.fresh(path + '.new') as f:
     f.write(text)
   os.replace(path + '.new', path)
 
@@ -260,11 +288,12 @@ def write_pictures(folder: str, images: Mapping[str, np.ndarray], prefix: str = 
     path = os.path.join(folder, f'{prefix}{name}.{"txt" if text else "png" if image.ndim == 3 else "gif"}')
     if text:
       write_atomically(path, image + '\n')
-    elif image.ndim == 3:
-      Image.fromarray(image).save(path)
     else:
-      with open(path, 'wb') as f:
-        f.write(films.gif(image))
+      with links.fresh(path, 'wb') as f:
+        if image.ndim == 3:
+          Image.fromarray(image).save(f, 'PNG')
+        else:
+          f.write(films.gif(image))
 
 
 def rows(workdir: str) -> list[dict[str, Any]]:
@@ -286,32 +315,36 @@ def _seconds(workdir) -> float:
   return last
 
 
-def cut(workdir: str, step: int) -> None:
-  """Removes what a run logged after `step`, before it logs those steps again."""
+def cut(workdir: str, step: int, due: bool = False) -> None:
+  """Removes what a run logged after `step`, before it logs that again; with `due`, the evaluation of `step` too."""
   for name in ('metrics.jsonl', 'timings.jsonl'):
     path = os.path.join(workdir, name)
     if os.path.exists(path):
       with open(path, encoding='utf-8') as f:
-        kept = [line for line in f if _step_of(line) <= step]
+        kept = [line for line in f if (at := _step_of(line)) < step or at == step and not (due and _evaluates(line))]
       write_atomically(path, ''.join(kept))
   for path in glob.glob(os.path.join(glob.escape(workdir), 'pictures', '*.*')):
     number = os.path.basename(path).split('_')[0]
     if path.endswith(('.png', '.gif', '.txt')) and number.isdigit() and int(number) > step:
       os.remove(path)
   for path in sorted(glob.glob(os.path.join(glob.escape(workdir), 'tensorboard', 'events.*'))):
-    _cut_events(path, step)
+    _cut_events(path, step, due)
 
 
 def _step_of(line):
   """The step of a row; infinite for a line that a kill cut off."""
   try:
     return json.loads(line)['step'] if line.endswith('\n') else math.inf
-  except (ValueError, KeyError, TypeError):
+  except (ValueError, KeyError, TypeError, RecursionError):
     log.warning('a line of the log is broken and goes: %s', line[:80].rstrip())
     return math.inf
 
 
-def _cut_events(path, step):
+def _evaluates(line):
+  return json.loads(line).get('split', 'train') != 'train'
+
+
+def _cut_events(path, step, due):
   """Rewrites an event file without the events after `step`; of step 0, which is written anew, nothing stays."""
   from tensorboard.backend.event_processing import event_file_loader
   from tensorboard.compat.proto import event_pb2
@@ -322,14 +355,17 @@ def _cut_events(path, step):
       events.append(raw)
   except Exception as e:
     log.warning('%s: %s; its readable events are kept', path, str(e).split('\n')[0])
-  kept = [raw for raw in events if event_pb2.Event.FromString(raw).step <= step] if step else []
+  def stays(event):
+    return event.step < step or event.step == step and not (
+        due and any(not v.tag.startswith(('train/', 'speed/')) for v in event.summary.value))
+  kept = [raw for raw in events if stays(event_pb2.Event.FromString(raw))] if step else []
   if len(kept) == len(events):
     return
   if not kept:
     os.remove(path)
     return
   new = os.path.join(os.path.dirname(os.path.dirname(path)), '.events')     # a name that TensorBoard doesn't read
-  with open(new, 'wb') as f:
+  with links.fresh(new, 'wb') as f:
     writer = record_writer.RecordWriter(f)
     for raw in kept:
       writer.write(raw)

@@ -48,6 +48,8 @@ def main(argv: list[str]) -> int:
       raise
     print(f'{"stopped" if code == 75 else "error"}: {e}', file=sys.stderr, flush=True)
     if code not in (0, 75) and _processes() > 1:
+      from lab import peers
+      peers.fail(code, str(e))
       os._exit(code)      # a clean end would wait for the others, and they for this one
     return code
 
@@ -83,10 +85,16 @@ def run(argv: list[str]) -> int:
   if FLAGS.mode in ('inspect', 'page'):
     return _report()
   from lab import train
-  train.check(config)
-  if not config.assets and os.path.isdir(kept := os.path.join(files.local(FLAGS.workdir), train.ASSETS)):
-    config.assets = kept
-  task = load(config)
+  try:
+    train.check(config)
+    if not config.assets and os.path.isdir(kept := os.path.join(files.local(FLAGS.workdir), train.ASSETS)):
+      config.assets = kept
+    task = load(config)
+  except (AttributeError, KeyError, TypeError) as e:
+    if name:
+      raise
+    raise ConfigError(f'{FLAGS.workdir}/config.json is of another version of the lab, or broken '
+                      f'({e!r:.100}): give --config with the recipe of the run') from e
   config.lock()
   return _run(task, config)
 
@@ -126,7 +134,8 @@ def _run(task, config) -> int:
   _compilation_cache()
   if FLAGS.mode == 'train' or FLAGS.input.isdecimal():
     mesh.listen(alone=not (FLAGS.distributed or 'JAX_COORDINATOR_ADDRESS' in os.environ))
-  mesh.start(config.platform, FLAGS.distributed)
+  mesh.start(config, FLAGS.workdir, FLAGS.distributed, {
+      f'--{name}': FLAGS[name].value for name in ('mode', 'workdir', 'step', 'input', 'output')})
   if FLAGS.mode == 'eval':
     evaluate.run(task, config, FLAGS.workdir, FLAGS.step, FLAGS.output)
   elif FLAGS.mode == 'predict':

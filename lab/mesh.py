@@ -1,26 +1,27 @@
 """Devices and processes: the mesh, who owns which rows of a batch, and what processes tell each other."""
 
+import contextlib
 import json
 import logging
 import os
 import signal
+import sys
 from typing import Any, Iterable, Mapping, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
+from lab import peers
+from lab.config import flatten
+from lab.logs import versions
+from lab.peers import DistributedError
 from lab.task import ConfigError
 
 AXES = ('data', 'fsdp', 'tensor')
 BATCH = P(('data', 'fsdp'))          # a batch is split over the first two axes
 MICRO = P(None, ('data', 'fsdp'))    # a stack of them
 log = logging.getLogger('lab')
-
-
-class DistributedError(Exception):
-  """Processes that did not find each other or no longer agree."""
-  exit_code = 7
 
 
 class Preempted(Exception):
@@ -60,24 +61,20 @@ def preempted(step: int) -> bool:
   return multihost_utils.reached_preemption_sync_point(step)
 
 
-def start(platform: str, distributed: bool = False) -> None:
+def start(config, workdir: str, distributed: bool = False, command: Mapping[str, str] | None = None) -> None:
   """Joins the other processes, if there are any, and checks that the wanted platform is there.
 
   Processes are found by JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or, with `distributed`,
-  by JAX itself (Cloud TPU, Slurm, ...). Raises ConfigError for a missing platform, DistributedError for processes.
+  by JAX itself (Cloud TPU, Slurm, ...); all of them must have the same packages, code, `config` and `command`.
+  Raises ConfigError for a missing platform, DistributedError for processes.
   """
+  platform = config.platform
   if platform == 'cpu':
     jax.config.update('jax_platforms', 'cpu')
-  address = os.environ.get('JAX_COORDINATOR_ADDRESS')
-  if address or distributed:
-    try:
-      known = {'coordinator_address': address, 'num_processes': int(os.environ['JAX_NUM_PROCESSES']),
-               'process_id': int(os.environ['JAX_PROCESS_ID'])} if address else {}
-      jax.distributed.initialize(**known)
-    except KeyError as e:
-      raise DistributedError(f'JAX_COORDINATOR_ADDRESS is set, {e} is not') from None
-    except (RuntimeError, ValueError) as e:
-      raise DistributedError(f'the processes did not find each other: {e}') from e
+  if distributed or 'JAX_COORDINATOR_ADDRESS' in os.environ:
+    _join(config.processes, workdir)
+    settings = {f'config.{k}': v for k, v in flatten(json.loads(config.to_json())).items() if k != 'assets'}
+    peers.agree('program', {**versions(), 'code': peers.code(), 'python': sys.version, **(command or {}), **settings})
   try:
     found = jax.devices()[0].platform
   except RuntimeError as e:
@@ -92,6 +89,27 @@ def start(platform: str, distributed: bool = False) -> None:
              jax.devices()[0].device_kind, jax.process_count())
     if found == 'cpu' and not platform and os.path.exists('/dev/nvidia0'):
       log.warning('this machine has a GPU that JAX does not use; install the cuda extra')
+
+
+def _join(limits, workdir):
+  """Finds the other processes and listens to them from then on."""
+  address = os.environ.get('JAX_COORDINATOR_ADDRESS')
+  try:
+    known = {'coordinator_address': address, 'num_processes': int(os.environ['JAX_NUM_PROCESSES']),
+             'process_id': int(os.environ['JAX_PROCESS_ID'])} if address else {}
+  except KeyError as e:
+    raise DistributedError(f'JAX_COORDINATOR_ADDRESS is set, {e} is not') from None
+  except ValueError as e:
+    raise DistributedError(f'JAX_NUM_PROCESSES and JAX_PROCESS_ID must be whole numbers: {e}') from None
+  peers.end_on_abort()
+  roll = peers.RollCall(workdir, str(known.get('process_id', '')), known.get('num_processes', 0), limits.start_s)
+  try:
+    with roll if '://' not in workdir else contextlib.nullcontext():
+      jax.distributed.initialize(**known, initialization_timeout=int(limits.start_s) + 60,
+                                 heartbeat_timeout_seconds=max(int(1.5 * limits.heartbeat_s), 10))
+  except (RuntimeError, ValueError) as e:
+    raise DistributedError(f'the processes did not find each other: {e}') from e
+  peers.watch(limits.heartbeat_s)
 
 
 def make(config: Mapping[str, int], devices: list | None = None) -> Mesh:
@@ -186,6 +204,7 @@ def gather(items: Iterable[Any]) -> list[Any]:
   if jax.process_count() == 1:
     return items
   from jax.experimental import multihost_utils
+  peers.meet()
   data = np.frombuffer(json.dumps(items).encode(), np.uint8)
   sizes = multihost_utils.process_allgather(np.array([data.size]))
   sent = np.zeros(int(sizes.max()), np.uint8)

@@ -11,7 +11,7 @@ import shlex
 import time
 from typing import Any, Callable, Mapping, NamedTuple
 
-from lab import config as configs, evaluate, files, logs, plot
+from lab import config as configs, evaluate, files, links, logs, plot
 from lab.page_parts import missing, number, pictures, text
 from lab.page_style import CSS
 from lab.task import ConfigError
@@ -22,6 +22,7 @@ BUCKETS = {'step': ('#0b7a75', 'useful steps'), 'start': ('#8d99a6', 'start'), '
            'lost': ('#c0392b', 'steps done again'), 'idle': ('#c9ced4', 'idle, such as between starts')}
 MEMORY = {'parameters': ('#0b7a75', 'parameters'), 'optimizer': ('#6f5aa8', 'optimizer state'),
           'batch': ('#d9822b', 'batch'), 'activations': ('#3aa0c9', 'activations and scratch')}
+MOST = 16 << 20          # bytes of a JSON or text file
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
@@ -119,8 +120,7 @@ def _swatch(names, key):
 def _json(path: str, faults: list[str]) -> dict[str, Any]:
   """A JSON object; {} where the file is missing, or broken, which is a fault."""
   try:
-    with open(path, encoding='utf-8') as f:
-      got = json.load(f)
+    got = json.loads(links.read(path, MOST))
     if isinstance(got, dict):
       return got
     faults.append(f'{os.path.basename(path)} can\'t be read: it is no JSON object')
@@ -341,7 +341,9 @@ def _shell(words):
 
 def _parameters(run):
   try:
-    with open(os.path.join(run.workdir, 'parameters.txt'), encoding='utf-8', errors='replace') as f:
-      return f'<details><summary>Every array: shape, type, sharding</summary><pre>{text(f.read())}</pre></details>'
-  except OSError:
+    table = links.read(os.path.join(run.workdir, 'parameters.txt'), MOST).decode('utf-8', 'replace')
+    return f'<details><summary>Every array: shape, type, sharding</summary><pre>{text(table)}</pre></details>'
+  except FileNotFoundError:
     return missing('parameters.txt is missing.')
+  except OSError as e:
+    return missing(f'parameters.txt can\'t be read: {text(e)}')

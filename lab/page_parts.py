@@ -4,8 +4,9 @@ import base64
 import html
 import os
 import re
-import stat
 from typing import Any
+
+from lab import links
 
 PICTURES, PICTURE_BYTES = 8, 4 << 20          # at most this many, each at most so large
 
@@ -60,10 +61,7 @@ def pictures(workdir: str) -> str:
 def _picture(path):
   """The bytes of a whole PNG, GIF or text file, as it is named; b'' for a link, what is cut off or is too large."""
   try:
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), 'rb') as f:
-      if not stat.S_ISREG(os.fstat(f.fileno()).st_mode) or os.fstat(f.fileno()).st_size > PICTURE_BYTES:
-        return b''
-      data = f.read()
+    data = links.read(path, PICTURE_BYTES)
   except OSError:
     return b''
   if path.endswith('.txt'):

@@ -22,7 +22,7 @@ from typing import Any, Mapping, NamedTuple, Sequence
 
 import numpy as np
 
-from lab import logs
+from lab import links, logs
 from lab.task import ConfigError
 
 Curve = tuple[np.ndarray, np.ndarray]        # x f64[N], y f64[N]; NaN is a gap
@@ -93,7 +93,7 @@ def rows(workdir: str) -> list[dict[str, Any]]:
       with open(path, encoding='utf-8') as f:
         table += [{**json.loads(line), 'split': 'speed'} for line in f if line.endswith('\n')]
     return [{**row, 'step': int(row['step']), 'split': str(row['split'])} for row in table]
-  except (ValueError, KeyError, TypeError) as e:
+  except (ValueError, KeyError, TypeError, RecursionError) as e:
     raise ConfigError(f'{workdir}: a line of metrics.jsonl or timings.jsonl is broken: {e!r}') from None
 
 
@@ -169,7 +169,7 @@ def usual(workdir: str, there: Sequence[str]) -> list[str]:
   try:
     with open(os.path.join(workdir, 'config.json'), encoding='utf-8') as f:
       best = json.load(f)['checkpoint']['best'].removeprefix('-')
-  except (OSError, ValueError, KeyError, TypeError, AttributeError):
+  except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
     best = 'loss'
   return [m for m in dict.fromkeys(('train/loss', 'eval/loss', f'eval/{best}')) if m in there]
 
@@ -321,7 +321,7 @@ def save(figure, path: str) -> list[str]:
   written = []
   for ending in ('svg', 'png'):
     written.append(f'{path}.{ending}')
-    with open(written[-1] + '.new', 'wb') as f:
+    with links.fresh(written[-1] + '.new', 'wb') as f:
       f.write(_bytes(figure, ending))
     os.replace(written[-1] + '.new', written[-1])
   return written

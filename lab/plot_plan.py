@@ -150,7 +150,7 @@ def _runs(root, x, partial):
       if partial:
         continue
       config = {}
-    except (ValueError, AttributeError) as e:
+    except (ValueError, AttributeError, RecursionError) as e:
       raise ConfigError(f'{workdir}: config.json can\'t be read: {e}') from None
     rows = plot.rows(workdir)
     found.append(Run(name, config, plot.series(rows, x) if rows else {}))

@@ -137,7 +137,7 @@ def load(path: str) -> dict[str, Any]:
   try:
     with open(path, 'rb') as f:
       return tomllib.load(f)
-  except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+  except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as e:
     raise ConfigError(f'{path}: not TOML: {e}') from None
 
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from data_pipelines import DataError
-from lab import files, logs, mesh as meshes, train
+from lab import files, links, logs, mesh as meshes, train
 from lab.task import ConfigError, Task
 
 
@@ -57,7 +57,7 @@ def _write(task, config, params, stats, stream, output) -> tuple[int, int]:
   key = jax.random.key(config.seed, impl=config.prng)
   used = broken = 0
   path = os.path.join(output, 'predictions.jsonl')
-  with open(path + '.new', 'w', encoding='utf-8') as f:
+  with links.fresh(path + '.new') as f:
     for batch in stream:
       if isinstance(batch, DataError):
         logs.log.error('%s', batch)

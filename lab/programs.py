@@ -5,6 +5,7 @@ from typing import Any, Callable
 
 import jax
 
+from lab import peers
 from lab.ledger import Ledger
 
 log = logging.getLogger('lab')
@@ -40,3 +41,4 @@ class Program:
     self.compiled[shapes] = program
     if self.look is not None:
       self.look(program, args)
+    peers.meet()

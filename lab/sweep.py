@@ -41,7 +41,7 @@ import subprocess
 import sys
 import time
 
-from lab import logs
+from lab import links, logs
 from lab.points import Run, Sweep, name, near, read, text
 from lab.task import ConfigError
 
@@ -117,6 +117,9 @@ def _json(run, file):
       return json.load(f)
   except FileNotFoundError:
     return {}
+  except (ValueError, RecursionError) as e:
+    raise ConfigError(f'{os.path.join(run.folder, file)} is broken ({e}): remove it, and the run is looked at anew'
+                      ) from None
 
 
 def _write(run, file, content):
@@ -130,7 +133,7 @@ def _ended(run):
 def _claim(run):
   """The run's lock as an open file, or None where another worker, or the process of one that died, holds it."""
   os.makedirs(run.folder, exist_ok=True)
-  f = open(os.path.join(run.folder, '.worker'), 'a', encoding='ascii')
+  f = links.append(os.path.join(run.folder, '.worker'))
   try:
     fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except BlockingIOError:
@@ -218,7 +221,7 @@ def _train(sweep, run, stop, lock) -> int:
   root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
   env = {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, (root, os.environ.get('PYTHONPATH'))))}
   follow = [sys.executable, '-I', '-S', '-c', FOLLOW, str(os.getpid()), sys.executable]
-  with open(os.path.join(run.folder, 'output.txt'), 'a+b') as output:
+  with links.append(os.path.join(run.folder, 'output.txt'), 'a+b') as output:
     begin = output.tell()
     stop.child = subprocess.Popen(        # it holds the lock, too; Ctrl-C reaches it as SIGTERM only
         [*follow, *command(sweep, run)[1:]], env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
@@ -301,7 +304,7 @@ def table(sweep: Sweep) -> tuple[str, str]:
 
 
 def _publish(sweep):
-  with open(os.path.join(sweep.workdir, '.table'), 'a', encoding='ascii') as f:
+  with links.append(os.path.join(sweep.workdir, '.table')) as f:
     fcntl.flock(f, fcntl.LOCK_EX)       # the last of several workers to write has seen all results
     for file, content in zip(('table.csv', 'table.md'), table(sweep)):
       logs.write_atomically(os.path.join(sweep.workdir, file), content)

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from data_pipelines import pipeline
 from lab import accumulate, evaluate, files, flops, ledger as ledgers, logs, memory, mesh as meshes, metrics, optim
-from lab import sharding
+from lab import peers, sharding
 from lab.checkpoint import Checkpoints, digest
 from lab.config import choice, core, flatten
 from lab.graft import continued, fill, graft
@@ -38,7 +38,8 @@ def check(config) -> None:
   for key, least in (('total_steps', 1), ('log_steps', 1), ('eval_steps', 0), ('eval_pictures', 0),
                      ('input.batch_size', 1), ('input.eval_batch_size', 1), ('input.prefetch', 1), ('input.threads', 0),
                      ('input.bad_limit', 0), ('checkpoint.steps', 0), ('checkpoint.keep', -1), ('profile.start', 0),
-                     ('profile.steps', 0), ('peak_tflops', 0), ('lr_find.steps', 5), ('early_stop.patience', 0),
+                     ('profile.steps', 0), ('peak_tflops', 0), ('processes.start_s', 1),
+                     ('processes.heartbeat_s', 1), ('lr_find.steps', 5), ('early_stop.patience', 0),
                      ('early_stop.delta', 0)):
     if flatten(config)[key] < least:
       raise ConfigError(f'config.{key} = {flatten(config)[key]}: expected at least {least}')
@@ -124,6 +125,7 @@ def run(task: Task, config, workdir: str, began: float | None = None) -> dict[st
     like = abstract(task, tx, config, batches.spec(1), mesh)
     memory.check_state(like)
     data = pipeline.fingerprint(source, batches.index)
+    peers.agree('data', {'the training split': data})
     with contextlib.closing(Checkpoints(workdir, config, data)) as checkpoints:
       ledger.enter('restore' if checkpoints.steps() else 'start')
       state = start(task, tx, config, like, batches.spec(1), checkpoints)
@@ -131,7 +133,8 @@ def run(task: Task, config, workdir: str, began: float | None = None) -> dict[st
       ledger.enter('start')
       batches.step = accumulate.before(config.optim, int(state.step))
       batches.bad = list(checkpoints.notes.get('bad_records', ()))
-      with contextlib.closing(logs.Log(workdir, config, int(state.step), ledger)) as log:
+      due = bool(checkpoints.notes.get('evaluation_due'))
+      with contextlib.closing(logs.Log(workdir, config, int(state.step), ledger, due)) as log:
         step = _program(make_step(task, tx, config, like, mesh), config, ledger, log)
         log.utilisation = _flops(task, config, batches, like)
         judge = evaluate.make(task, config, mesh, ledger)
@@ -211,7 +214,7 @@ def start(task, tx, config, like, spec, checkpoints) -> TrainState:
 def _loop(config, mesh, batches, step, state, checkpoints, log, judge) -> tuple[TrainState, str]:
   """From state.step to the end, and why that came early; what is due at a step is written before its checkpoint."""
   log.describe(state.params)
-  ledger, watch = log.ledger, _Watch(config, batches)
+  ledger, watch, pace = log.ledger, _Watch(config, batches), logs.Pace(log.ledger.began)
   i, total, stream = int(state.step), config.total_steps, iter(batches)
   if checkpoints.notes.get('evaluation_due') and _evaluate(i, state, judge, log) is None:
     raise meshes.Preempted(f'stopped at step {i}, whose evaluation is still due; start the same command again to go on')
@@ -229,6 +232,8 @@ def _loop(config, mesh, batches, step, state, checkpoints, log, judge) -> tuple[
       i += 1
       watch(i, sums)
       ledger.at(i)
+      peers.note(i)
+      pace(i, ledger.seconds['wait'] + ledger.seconds['step'])
       if i % config.log_steps == 0 or i == total:
         _log(i, sums, batches, config, log)
       due = i == total or config.eval_steps and i % config.eval_steps == 0
@@ -289,6 +294,7 @@ def _evaluate(i, state, judge, log):
       if split == 'eval':
         log.pictures(i, pictures)
       logs.say(f'evaluation at step {i}{" of the raw weights" * (split != "eval")}: {evaluate.summary(scores)}')
+  peers.meet()      # the others have no pictures to write
   log.ledger.at(i, 'evaluated')
   scores, best = found['eval'][0], log.config.checkpoint.best.lstrip('-')
   if best and best not in scores:

@@ -31,9 +31,10 @@ make_environment() {
   if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then      # missing, or left half made
     "$python" -m venv --clear "$venv"
   fi
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check uv -c "$root/constraints.txt"
+  # a caller's `make_environment || ...` would switch `set -e` off in here
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check uv -c "$root/constraints.txt" || return
   VIRTUAL_ENV=$venv UV_PYTHON_DOWNLOADS=never "$venv/bin/uv" pip install --quiet -e "$root${extras:+[$extras]}" \
-    -c "$root/constraints.txt"
+    -c "$root/constraints.txt" || return
   echo "$stamp" > "$done_"
   exec 9>&-
 }

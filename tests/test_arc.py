@@ -206,6 +206,13 @@ def test_check_finds_broken_records(change, words):
   assert words in arc.check(serialized(good | change))
 
 
+def test_a_colour_that_is_none_never_reaches_a_device():
+  tf = pipeline.tensorflow()
+  fields = {'grid': np.array([[0, 10]], np.uint8), 'pair': 0, 'is_input': 1}
+  with pytest.raises(tf.errors.InvalidArgumentError, match=r'(?s)colours from.*0.*to.*10.*where 0 to 9 are known'):
+    arc._example(4, fields, tf.constant([0, 0], tf.int64))
+
+
 # the source
 
 @pytest.fixture(scope='module')

@@ -329,6 +329,13 @@ def test_it_is_described_as_on_a_disk(toy_config, bucket, whole):
   assert b'gs://lab/run' in bucket.objects['run/run.html'] and b'/lab-' not in bucket.objects['run/run.html']
 
 
+def test_no_name_leads_out_of_the_scratch_folder(bucket):
+  for name in ('../../x', 'pictures/../../../x', 'checkpoints/../../x', 'pictures//x', 'pictures/', 'metrics.jsonl'):
+    bucket.put(f'run/{name}', b'')
+  folder = files.outline('gs://lab/run')
+  assert [name for *_, names in os.walk(os.path.dirname(os.path.dirname(folder))) for name in names] == ['metrics.jsonl']
+
+
 def test_scores_of_a_checkpoint_are_written_there(toy_config, bucket):
   run(toy_config)
   elsewhere()

@@ -1,5 +1,6 @@
 """Checkpoints: what counts as one, what is kept, what happens to broken ones, other meshes, grafting."""
 
+import contextlib
 import glob
 import json
 import os
@@ -231,6 +232,23 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_tells_the_bytes(store, state
   toy_config.checkpoint.space_wait_s = 60.0
   store.save(10, state)
   store.settle()
+  assert store.steps() == [5, 10]
+
+
+@pytest.mark.parametrize('wait_s', [0.0, 60.0])
+def test_a_disk_that_fills_up_in_the_middle_of_a_write(store, state, toy_config, monkeypatch, wait_s):
+  def full(path, **_):
+    os.makedirs(os.path.join(path + '.orbax-checkpoint-tmp-1', 'params'))
+    raise OSError(28, 'No space left on device')
+  save(store, 5, state=state)
+  before = store.meta(5)
+  toy_config.checkpoint.space_wait_s = wait_s
+  monkeypatch.setattr(store.orbax, 'save', full)
+  with contextlib.nullcontext() if wait_s else pytest.raises(DiskFull, match=r'no space left .*steps: \[5\]'):
+    store.save(10, state)
+  assert os.listdir(store.folder) == ['5'] and store.meta(5) == before       # what was half written is gone
+  monkeypatch.undo()
+  save(store, 10, state=state)
   assert store.steps() == [5, 10]
 
 

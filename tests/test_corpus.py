@@ -311,6 +311,16 @@ def test_check_finds_broken_records():
   assert 'not a record' in corpus.check(b'nonsense')
 
 
+def test_an_id_that_the_vocabulary_has_not_makes_a_bad_record():      # a device would take the last one for it
+  tf = pipeline.tensorflow()
+  serialized = tf.train.Example(features=tf.train.Features(feature={
+      'ids': tf.train.Feature(bytes_list=tf.train.BytesList(value=[np.array([0, 64, 3], '<i4').tobytes()])),
+      'count': tf.train.Feature(int64_list=tf.train.Int64List(value=[3]))})).SerializeToString()
+  assert windows.known(65, serialized)['ids'].numpy().tolist() == [0, 64, 3]
+  with pytest.raises(tf.errors.InvalidArgumentError, match=r'(?s)ids from.*0.*to.*64.*where 0 to 63 are known'):
+    windows.known(64, serialized)
+
+
 # the sample
 
 @pytest.fixture

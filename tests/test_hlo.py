@@ -54,3 +54,12 @@ def test_a_loop_of_unknown_turns_counts_once_and_nothing_is_nothing():
   told = unknown.replace('  ROOT %less', '  %twelve = s32[]{:T(128)} constant(12)\n  ROOT %less')
   assert hlo.collectives(told, 8)['all-gather'].count == 12
   assert hlo.collectives('ENTRY %main (p: f32[]) -> f32[] {\n  ROOT %p = f32[] parameter(0)\n}\n', 1) == {}
+
+
+def test_of_a_choice_the_branch_with_the_fewest_bytes_counts():
+  choice = '  %chosen = f32[8]{0} conditional(%p, %t0, %t0), branch_computations={%body, %all-reduce-scatter.1}\n  ROOT'
+  for text in (choice, choice.replace('branch_computations={%body, %', 'true_computation=%body, false_computation=%')
+               .replace('}\n', '\n')):
+    found = hlo.collectives(text.join(TEXT.rsplit('  ROOT', 1)), 8)
+    assert found['all-gather'].count == 13               # 64 bytes; in the other branch 256 are reduced
+    assert found['reduce-scatter'] == hlo.collectives(TEXT, 8)['reduce-scatter']

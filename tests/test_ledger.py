@@ -1,11 +1,12 @@
 """Where the time went: the buckets add up, over all starts, and what is done again is lost."""
 
+import itertools
 import json
 import time
 
 import pytest
 
-from lab import evaluate, ledger as ledgers, mesh as meshes, train
+from lab import evaluate, ledger as ledgers, logs, mesh as meshes, train
 from lab.ledger import BUCKETS, PHASES, Ledger, summary
 from tests import toy
 
@@ -99,3 +100,12 @@ def test_a_line_that_was_cut_off_spoils_no_other(tmp_path):
   (tmp_path / 'ledger.jsonl').write_text(line(100, 110, 3, 'saved', start=10) + '\n{"began": 100, "ti')
   Ledger(str(tmp_path), began=120.0).close()
   assert summary(str(tmp_path))['starts'] == 2
+
+
+def test_the_first_step_and_one_of_ten_times_the_median_are_told(caplog, capsys, monkeypatch):
+  monkeypatch.setattr(logs.time, 'time', lambda: 1012.34)
+  pace, seconds = logs.Pace(1000), itertools.accumulate([9] + [.1] * 11 + [.9, .1, 1.2])     # the first step compiles
+  for step, total in enumerate(seconds, 1):
+    pace(step, total)
+  assert capsys.readouterr().err == 'first step 12.3 s after the start of the program\n'
+  assert [r.getMessage() for r in caplog.records] == ['step 15 took 1.2 s, 12 times the median of 0.1 s']

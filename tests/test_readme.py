@@ -82,6 +82,10 @@ def test_every_command_runs(tmp_path, monkeypatch, capfd):
       assert (tmp_path / 'runs/curves.svg').exists() and (tmp_path / 'runs/curves.png').exists()
     elif name == 'launch/run.sh':
       assert main.main(['lab', *lab(arguments, tmp_path)]) == 0, line
+    elif name == 'launch/local_cluster.sh':
+      before, (_, *after) = arguments[:arguments.index('--') + 1], arguments[arguments.index('--') + 1:]
+      subprocess.run([name, *before, sys.executable, '-m', 'lab.main', *lab(after, tmp_path)], check=True,
+                     env={**os.environ, 'XLA_FLAGS': ''})
     elif line.startswith('python -m data_pipelines.prepare'):
       assert prepare.main([a.replace('data/', f'{tmp_path}/data/') if 'samples' not in a else a
                            for a in ['prepare', *arguments[2:]]]) == 0, line
@@ -98,7 +102,8 @@ def test_every_command_runs(tmp_path, monkeypatch, capfd):
 
 
 def test_scripts_are_valid_and_quote_their_arguments():
-  for script in ('launch/run.sh', 'launch/test.sh', 'launch/environment.sh', '.ci/run'):
+  for script in ('launch/run.sh', 'launch/test.sh', 'launch/environment.sh', '.ci/run', 'launch/local_cluster.sh',
+                 'launch/tpu_vm.sh', 'launch/tpu_vm_worker.sh', 'launch/tpu_vm_babysit.sh'):
     subprocess.run(['bash', '-n', os.path.join(ROOT, script)], check=True)
     with open(os.path.join(ROOT, script), encoding='utf-8') as f:
       assert '$@' not in f.read().replace('"$@"', '')

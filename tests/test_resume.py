@@ -1,6 +1,7 @@
 """Stopped anywhere and started again equals never stopped, bit for bit."""
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -95,6 +96,14 @@ def test_each_evaluation_is_there_once_after_a_death_in_one(toy_config, tmp_path
   steps = [r['step'] for r in map(json.loads, read(tmp_path).splitlines()) if r['split'] == 'eval']
   assert steps == [5, 10, 15, 20]
   assert read(tmp_path) == read(whole)
+
+
+def values(workdir, tag):
+  """(step, value) of a scalar in TensorBoard's files."""
+  from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+  events = EventAccumulator(str(workdir / 'tensorboard'), size_guidance={'tensors': 0})
+  events.Reload()
+  return [(e.step, np.frombuffer(e.tensor_proto.tensor_content, np.float32)[0]) for e in events.Tensors(tag)]
 
 
 def test_tensorboard_has_one_value_a_step_after_a_resume(toy_config, tmp_path, monkeypatch):
@@ -208,6 +217,41 @@ def test_sigterm_saves_and_exits_75(lab, tmp_path, uninterrupted, config):
   assert (DIGEST.findall(output), read(tmp_path)) == uninterrupted(lab, config)
 
 
+@pytest.mark.parametrize('presses', [1, 2])
+def test_ctrl_c_saves_and_a_second_one_leaves_at_once(toy_config, tmp_path, monkeypatch, whole, presses):
+  handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+  stop = dict(meshes._stop)
+
+  def press(self, step, total):
+    for _ in range(presses if step == 12 else 0):
+      signal.raise_signal(signal.SIGINT)
+  try:
+    meshes.listen(alone=True)
+    with monkeypatch.context() as m:
+      m.setattr(logs.Pace, '__call__', press)
+      with pytest.raises(meshes.Preempted if presses == 1 else KeyboardInterrupt):
+        run(toy_config, tmp_path)
+  finally:
+    meshes._stop.update(stop)
+    for number, before in handlers.items():
+      signal.signal(number, before)
+  assert Checkpoints(str(tmp_path)).steps() == ([10, 12] if presses == 1 else [5, 10])
+  run(toy_config, tmp_path)
+  assert read(tmp_path) == read(whole) and arrays(tmp_path, 20) == arrays(whole, 20)
+
+
+def test_a_full_disk_of_tensorboard_s_is_told_once_and_ends_nothing(toy_config, tmp_path, monkeypatch, caplog, whole):
+  from clu import metric_writers
+
+  def full(*_):
+    raise OSError(errno.ENOSPC, 'No space left on device')
+  monkeypatch.setattr(metric_writers.SummaryWriter, 'write_scalars', full)
+  run(toy_config, tmp_path)
+  assert [r.getMessage() for r in caplog.records if 'TensorBoard' in r.getMessage()] == [
+      'TensorBoard: write_scalars failed, and further failures will not be told: [Errno 28] No space left on device']
+  assert read(tmp_path) == read(whole) and Checkpoints(str(tmp_path)).steps()[-1] == 20
+
+
 def test_an_evaluation_that_was_interrupted_is_done_at_the_next_start(toy_config, tmp_path, monkeypatch, whole):
   asked = []
   monkeypatch.setattr(meshes, 'interrupted', lambda: asked.append(1) or len(asked) == 6)       # in that of step 10
@@ -219,9 +263,17 @@ def test_an_evaluation_that_was_interrupted_is_done_at_the_next_start(toy_config
   with pytest.raises(meshes.Preempted, match='still due'):      # and again, in the evaluation that is due
     run(toy_config, tmp_path)
   monkeypatch.setattr(meshes, 'interrupted', lambda: False)
+
+  def die(step):
+    raise KeyboardInterrupt      # after the evaluation that was due, before any checkpoint tells that it is done
+  monkeypatch.setattr(meshes, 'preempted', die)
+  with pytest.raises(KeyboardInterrupt):
+    run(toy_config, tmp_path)
   monkeypatch.setattr(meshes, 'preempted', lambda step: False)
   run(toy_config, tmp_path)
   assert read(tmp_path) == read(whole)
+  for tag in ('train/loss', 'eval/error', 'eval_raw/error'):
+    assert values(tmp_path, tag) == values(whole, tag)
 
 
 def test_the_second_epoch_compiles_nothing(toy_config, tmp_path, monkeypatch):

@@ -262,12 +262,13 @@ def test_dropout_keeps_the_mean_and_differs_by_layer():
   np.testing.assert_allclose(counts / y.size, [.25, .5, .25], atol=.02)      # deviation .0034 of 16,000
 
 
-def test_remat_and_unrolling_change_nothing():
+@pytest.mark.parametrize('keep', transformer.KEPT)
+def test_remat_and_unrolling_change_nothing(keep):
   shape = TINY._replace(dropout=.2, attention_dropout=.2)
   call = lambda shape, params: Transformer(shape).apply(
       {'params': params}, draw(), causal=True, train=True, rngs={'dropout': dropout_key(0)})
   plain, remat = (jax.jit(jax.value_and_grad(lambda params, c=c: jnp.sum(call(c, params)**2 * draw(5)[:1, :1])))(
-      start(shape)) for c in (shape, shape._replace(remat=True)))
+      start(shape)) for c in (shape, shape._replace(remat=True, remat_keep=keep)))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * abs(a).max()), plain, remat)
   one, two = (jax.jit(functools.partial(call, c))(start(shape)) for c in (shape, shape._replace(unroll=2)))
   np.testing.assert_allclose(one, two, atol=1e-5)
@@ -288,3 +289,13 @@ def test_bfloat16_is_within_2_percent_of_float32(name):
 def test_impossible_shapes_are_refused(change, message):
   with pytest.raises(ValueError, match=message):
     jax.eval_shape(Transformer(TINY._replace(**change)).init, jax.random.key(0), draw())
+
+
+def test_what_is_kept_is_not_computed_again():
+  def products(c):
+    step = jax.grad(lambda params: jnp.square(Transformer(c).apply({'params': params}, draw(), causal=True)).sum())
+    return str(jax.make_jaxpr(step)(start(TINY))).count('dot_general')
+  plain, products_kept, nothing_kept = (products(TINY._replace(remat=remat, remat_keep=keep)) for remat, keep in (
+      (False, 'nothing'), (True, 'products'), (True, 'nothing')))
+  assert products_kept == plain + 2          # attention's two, which have no weights
+  assert nothing_kept > products_kept

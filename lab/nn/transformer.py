@@ -27,6 +27,9 @@ ACTIVATIONS = {
 GATED = ('geglu', 'swiglu')
 NORMS = ('pre', 'post')
 
+# of a layer that is recomputed: the results of its four products with weights, or only what goes into it
+KEPT = {'nothing': None, 'products': jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+
 
 class Shape(NamedTuple):
   """What a Transformer is made of."""
@@ -48,6 +51,7 @@ class Shape(NamedTuple):
   dtype: str = 'float32'           # of products and activations: bfloat16 or float32
   attention: str = 'auto'          # implementation, see attention.attend
   remat: bool = False              # recompute a layer in the backward pass instead of remembering its inside
+  remat_keep: str = 'nothing'      # a key of KEPT: what is remembered all the same
   unroll: int = 1                  # layers an iteration of the loop over them
 
 
@@ -80,7 +84,7 @@ class Transformer(nn.Module):
       where, held = _in_cache(x, segments, positions, cache, index, causal)
     else:
       cached, where = None, _Where(segments, _count(c, x, segments, positions), None, None)
-    block = nn.remat(Block, prevent_cse=False) if c.remat else Block
+    block = nn.remat(Block, prevent_cse=False, policy=KEPT[c.remat_keep]) if c.remat else Block
     blocks = nn.scan(block, variable_axes={'params': 0}, split_rngs={'params': True, 'dropout': True},
                      in_axes=(0, nn.broadcast), length=c.layers, unroll=c.unroll)
     x, cached = blocks(c, causal, train, name='blocks')(x.astype(jnp.float32), cached, where)

@@ -265,7 +265,8 @@ def test_evaluation_draws_texts(runs):
     ('mlm', {'model.causal': True}, 'model.causal'), ('gpt', {'predict.verb': 'fill'}, 'predict.verb'),
     ('classify', {'model.causal': True}, 'model.pool'), ('mlm', {'model.heads': 5}, 'model.width'),
     ('mlm', {'mlm.share': 0.0}, 'mlm.share'), ('gpt', {'data.documents': 'mixed'}, 'data.documents'),
-    ('gpt', {'predict.top_p': 1.5}, 'predict.top_p'), ('mlm', {'model.dropout': 1.0}, 'model.dropout')])
+    ('gpt', {'predict.top_p': 1.5}, 'predict.top_p'), ('mlm', {'model.dropout': 1.0}, 'model.dropout'),
+    ('gpt', {'model.remat_keep': 'products'}, 'model.remat_keep')])
 def test_settings_that_cannot_run_are_named(objective, values, said):
   config = small(objective)
   config.update_from_flattened_dict(values)

@@ -9,10 +9,9 @@ See codec.py for the file and for what its bits are spent on.
 import argparse
 import contextlib
 import json
-import os
 import sys
 
-from data_pipelines import DataError
+from data_pipelines import DataError, images
 
 from lab.checkpoint import Checkpoints, digest
 from lab.config import of_run
@@ -51,9 +50,8 @@ def _run(args) -> dict:
   codec = Codec(model.make(config), {'params': params}, config, digest(params))
   found = codec.encode(data) if args.verb == 'pack' else codec.decode(data)
   report = codec.report(found if args.verb == 'pack' else data)
-  with open(args.to + '.new', 'wb') as f:
+  with images.whole(args.to) as part, open(part, 'wb') as f:
     f.write(found)
-  os.replace(args.to + '.new', args.to)
   return {'step': step, **report}
 
 

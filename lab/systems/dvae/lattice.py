@@ -97,7 +97,7 @@ class Lattice(nn.Module):
     i, j = (shares(head.extents[:, axis], self.axes[axis], self.side) for axis in (0, 1))
     i, j = i[:, :, None, :, None], j[:, None, :, None]                                     # [B, rows, columns, P, P]
     grid = _renamed(ids, jnp.argsort(head.colours, 1)).reshape(batch, self.side, self.side)
-    held = jnp.where((i >= 0) & (j >= 0), grid[jnp.arange(batch).reshape(-1, 1, 1, 1, 1), i, j], canvas.PAD)
+    held = jnp.where((i >= 0) & (j >= 0), _each(grid, i, j), canvas.PAD)
     held = held.reshape(batch, rows * columns, -1)
     x = sum(jnp.take(self.tokens[n], held[..., n], 0) for n in range(held.shape[-1])) + self._size(head)
     if self.model.absolute:
@@ -111,7 +111,7 @@ class Lattice(nn.Module):
     logits = self.readout(x).astype(jnp.float32).reshape(batch, rows, columns, *self.cells, -1)
     (i, m), (j, n) = (owners(head.extents[:, axis], self.axes[axis], side) for axis in (0, 1))
     i, m, j, n = i[:, :, None], m[:, :, None], j[:, None], n[:, None]                      # [B, M, M]
-    logits = logits[jnp.arange(batch).reshape(-1, 1, 1), i, j, m, n]
+    logits = _each(logits, i, j, m, n)
     logits = jnp.take_along_axis(logits, _names(jnp.argsort(head.colours, 1))[:, None, None], -1)
     row, column = (jnp.arange(side)[None] < head.extents[:, axis, None] for axis in (0, 1))
     outside = jnp.where(jnp.arange(canvas.VOCABULARY) == canvas.PAD, 0.0, NEVER).reshape(1, 1, 1, -1)
@@ -123,6 +123,11 @@ class Lattice(nn.Module):
   def _where(self, batch):
     at = jnp.stack(jnp.divmod(jnp.arange(self.axes[0] * self.axes[1]), self.axes[1]), -1).astype(jnp.int32)
     return jnp.broadcast_to(at[None], (batch, *at.shape))
+
+
+def _each(x, *places):
+  """x[b, *places[b]] of every example b: by vmap, so that the compiler knows that devices need no others' examples."""
+  return jax.vmap(lambda x, *places: x[places])(x, *places)
 
 
 def _names(colours):

@@ -40,7 +40,7 @@ def find(config) -> ConfigDict | None:
     with open(path, encoding='utf-8') as f:
       found = json.load(f)
     good = (found['task'], found['objective']) == (config.task, 'mlm') and set(found['model']) == set(config.model)
-  except (OSError, ValueError, TypeError, KeyError) as e:
+  except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
     raise _wrong(config, 'teacher', f'the folder of a run, or RUN:STEP; {path} can\'t be read ({type(e).__name__})'
                  ) from None
   if not good:

@@ -6,7 +6,7 @@ import os
 
 import jax
 import jax.numpy as jnp
-from data_pipelines import corpus, glue, text_inputs, tokens
+from data_pipelines import DataError, corpus, glue, text_inputs, tokens
 from jax.sharding import PartitionSpec as P
 
 from lab.config import choice, flatten
@@ -25,6 +25,7 @@ CHOICES = {
     'model.pool': ('cls', 'mean', 'last'),
     'model.attention': ('auto', 'plain', 'flash'),
     'model.dtype': ('float32', 'bfloat16'),
+    'model.remat_keep': tuple(transformer.KEPT),
 }
 
 
@@ -138,8 +139,15 @@ class Data:
     if self.config.data.labels:
       return tuple(self.config.data.labels)
     if self.kept:
-      with open(os.path.join(self.kept, 'labels.json'), encoding='utf-8') as f:
-        return tuple(json.load(f))
+      path = os.path.join(self.kept, 'labels.json')
+      try:
+        with open(path, encoding='utf-8') as f:
+          found = json.load(f)
+        if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+          raise ValueError('no list of names')
+        return tuple(found)
+      except (OSError, ValueError, RecursionError) as e:
+        raise DataError(f'{path}: the labels of the run can\'t be read: {e}') from None
     return glue.labels(self.folder())
 
 
@@ -164,6 +172,8 @@ def check(config) -> None:
   for key in ('mlm.share', 'predict.top_p'):
     if not 0 < flat[key] <= 1:
       raise ConfigError(f'config.{key} = {flat[key]}: expected more than 0 and at most 1')
+  if m.remat_keep != 'nothing' and not m.remat:
+    raise ConfigError(f"config.model.remat_keep = {m.remat_keep!r}: expected 'nothing', for model.remat is not set")
   if config.objective != 'classify' and m.causal != (config.objective == 'gpt'):
     raise ConfigError(f'config.model.causal = {m.causal}: expected {not m.causal} for objective = {config.objective}')
   if config.objective == 'classify' and m.causal and m.pool == 'cls':

@@ -88,7 +88,7 @@ def _import(args):
       facts = json.load(f)
     if not isinstance(facts, dict):
       raise ValueError('no object')
-  except (OSError, ValueError) as e:
+  except (OSError, ValueError, RecursionError) as e:
     raise WeightsError(f'{path}: {e}; the number of heads is in no array: give --config-json') from None
   arrays, metadata, left = from_hf(tensors, facts, args.length)
   save_file(arrays, args.to, metadata=metadata | {'source': f'transformers {facts["model_type"]}'})

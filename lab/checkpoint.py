@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from lab import files
+from lab import files, peers
 from lab.logs import versions
 from lab.sharding import paths
 from lab.task import TrainState
@@ -205,6 +205,7 @@ class Checkpoints:
         if files.remote(self.folder):
           self.retries = files.retries(self.retries)
     self._prune()
+    peers.meet()      # the others have nothing to remove
 
   def finish(self, step: int, state: TrainState, scores=None) -> None:
     """Saves the last step of a run and waits until it is on disk. Raises where it isn't."""

@@ -15,6 +15,7 @@ import os
 import re
 import signal
 import sys
+import traceback
 
 from absl import flags
 
@@ -41,17 +42,27 @@ def main(argv: list[str]) -> int:
   try:
     return run(argv)
   except KeyboardInterrupt:
+    _leave(130, 'Ctrl-C')
     return 130
   except Exception as e:
     code = _exit_code(e)
     if code is None:
+      if _processes() > 1:
+        traceback.print_exc()
+      _leave(1, repr(e))
       raise
     print(f'{"stopped" if code == 75 else "error"}: {e}', file=sys.stderr, flush=True)
-    if code not in (0, 75) and _processes() > 1:
-      from lab import peers
-      peers.fail(code, str(e))
-      os._exit(code)      # a clean end would wait for the others, and they for this one
+    if code not in (0, 75):
+      _leave(code, str(e))
     return code
+
+
+def _leave(code, why):
+  """Of several processes, tells the others why this one ends, and ends it: a clean end would wait for them."""
+  if _processes() > 1:
+    from lab import peers
+    peers.fail(code, why)
+    os._exit(code)
 
 
 def run(argv: list[str]) -> int:
@@ -150,15 +161,25 @@ def _run(task, config) -> int:
 def _train(task, config, began):
   """Trains, alone in the workdir, and leaves a page about it however far it came."""
   import jax
-  from lab import files, logs, train
+  from lab import files, logs, peers, train
   first = jax.process_index() == 0
+
+  def page():
+    if first and os.path.exists(os.path.join(files.local(FLAGS.workdir), 'config.json')):
+      logs.page(FLAGS.workdir)
+      files.push(FLAGS.workdir)
   with files.claim(FLAGS.workdir) if first else contextlib.nullcontext():
     try:
       train.run(task, config, FLAGS.workdir, began)
-    finally:
-      if first and os.path.exists(os.path.join(files.local(FLAGS.workdir), 'config.json')):
-        logs.page(FLAGS.workdir)
-        files.push(FLAGS.workdir)
+    except BaseException as e:
+      if (code := getattr(e, 'exit_code', 1)) != 75:      # the others need not wait for the page
+        peers.fail(code, repr(e) if code == 1 else str(e))
+      try:
+        page()
+      except files.StorageError as other:
+        logs.log.warning('%s', other)
+      raise
+    page()
 
 
 def _config_name(argv):
@@ -209,7 +230,8 @@ def _processes() -> int:
   if 'jax' not in sys.modules or 'JAX_COORDINATOR_ADDRESS' not in os.environ and not FLAGS.is_parsed():
     return 1
   import jax
-  return jax.process_count() if jax.distributed.is_initialized() else 1
+  from lab import peers
+  return peers.count() if jax.distributed.is_initialized() else 1
 
 
 if __name__ == '__main__':

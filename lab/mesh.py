@@ -21,6 +21,7 @@ from lab.task import ConfigError
 AXES = ('data', 'fsdp', 'tensor')
 BATCH = P(('data', 'fsdp'))          # a batch is split over the first two axes
 MICRO = P(None, ('data', 'fsdp'))    # a stack of them
+LEAVE = 75, 'stopped: there was nothing to save yet; start the same command again'
 log = logging.getLogger('lab')
 
 
@@ -102,13 +103,17 @@ def _join(limits, workdir):
   except ValueError as e:
     raise DistributedError(f'JAX_NUM_PROCESSES and JAX_PROCESS_ID must be whole numbers: {e}') from None
   peers.end_on_abort()
+  peers.end_on(signal.SIGTERM, *LEAVE)
   roll = peers.RollCall(workdir, str(known.get('process_id', '')), known.get('num_processes', 0), limits.start_s)
   try:
     with roll if '://' not in workdir else contextlib.nullcontext():
       jax.distributed.initialize(**known, initialization_timeout=int(limits.start_s) + 60,
-                                 heartbeat_timeout_seconds=max(int(1.5 * limits.heartbeat_s), 10))
+                                 heartbeat_timeout_seconds=max(int(1.5 * limits.heartbeat_s), 10),
+                                 shutdown_timeout_seconds=3600)      # the first may have much to send to a bucket
   except (RuntimeError, ValueError) as e:
     raise DistributedError(f'the processes did not find each other: {e}') from e
+  if _stop['alone']:      # nothing to save; otherwise JAX listens to SIGTERM now
+    peers.end_on(signal.SIGTERM, *LEAVE)
   peers.watch(limits.heartbeat_s)
 
 

@@ -23,10 +23,12 @@ from typing import Mapping
 import jax
 
 from lab import links
+from lab.files import StorageError
 
 log = logging.getLogger('lab')
 BEATS, FOLDER = 'lab/beats/', '.processes'
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+LIMIT_S = 86_400      # of waiting for processes that live
 FRESH_S = 5           # a file of the roll call that was touched within these is of a process that waits
 _kept = []            # what C calls
 _beats = []           # of this process: one, or none where it is alone
@@ -40,21 +42,30 @@ class DistributedError(Exception):
 
 def end(text: str) -> None:
   """Ends this process at once with code 7: a clean end would wait for the others."""
-  print(f'error: {text}', file=sys.stderr, flush=True)
-  os._exit(DistributedError.exit_code)
+  try:
+    print(f'error: {text}', file=sys.stderr, flush=True)
+  finally:      # also where nobody reads it
+    os._exit(DistributedError.exit_code)
+
+
+def end_on(number: int, code: int, text: str) -> None:
+  """Ends this process with a code when this signal comes, also while JAX waits and Python handles no signal."""
+  @ctypes.CFUNCTYPE(None, ctypes.c_int)
+  def ended(_):
+    try:
+      os.write(2, f'{text}\n'.encode())
+    finally:
+      os._exit(code)
+  libc = ctypes.CDLL(None)
+  libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, type(ended)), ctypes.c_void_p
+  libc.signal(number, ended)
+  _kept.append(ended)
 
 
 def end_on_abort() -> None:
   """Makes 7 of the 134 with which JAX ends a process that has lost the others."""
-  @ctypes.CFUNCTYPE(None, ctypes.c_int)
-  def ended(_):
-    os.write(2, b'error: this process has lost the others of its run; the one that ended first tells why. Start all of '
-                b'them again: they go on from the newest checkpoint\n')
-    os._exit(DistributedError.exit_code)
-  libc = ctypes.CDLL(None)
-  libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, type(ended)), ctypes.c_void_p
-  libc.signal(signal.SIGABRT, ended)
-  _kept.append(ended)
+  end_on(signal.SIGABRT, DistributedError.exit_code, 'error: this process has lost the others of its run; the one that '
+         'ended first tells why. Start all of them again: they go on from the newest checkpoint')
 
 
 class RollCall:
@@ -71,9 +82,14 @@ class RollCall:
     self.thread = threading.Thread(target=self._wait, daemon=True)
 
   def __enter__(self):
-    os.makedirs(self.folder, exist_ok=True)
-    with links.fresh(self.path) as f:
-      f.write(f'{platform.node()} {os.getpid()}\n')
+    try:
+      if os.path.islink(self.folder):
+        raise OSError(f'{self.folder} is a link')
+      os.makedirs(self.folder, exist_ok=True)
+      with links.fresh(self.path) as f:
+        f.write(f'{platform.node()} {os.getpid()}\n')
+    except OSError as e:
+      raise StorageError(f'--workdir={os.path.dirname(self.folder)} can\'t be written: {e}') from None
     self.thread.start()
     return self
 
@@ -96,8 +112,11 @@ class RollCall:
 
   def text(self) -> str:
     """Who has come and who is missing, by the clock of the folder's machine."""
-    now = os.path.getmtime(self.path)
-    here = sorted(n for n in os.listdir(self.folder) if now - os.path.getmtime(os.path.join(self.folder, n)) < FRESH_S)
+    now, here = os.path.getmtime(self.path), []
+    for name in sorted(os.listdir(self.folder)):
+      with contextlib.suppress(OSError):      # it left just now
+        if now - os.path.getmtime(os.path.join(self.folder, name)) < FRESH_S:
+          here.append(name)
     missing = [str(i) for i in range(self.count) if str(i) not in here]
     came = (f'{len(here)} of {self.count} processes arrived; missing: {", ".join(missing)}' if missing else
             f'{len(here)} process(es) arrived: {", ".join(here)}')
@@ -117,14 +136,14 @@ def code() -> str:
   return found.hexdigest()[:16]
 
 
-def agree(what: str, mine: Mapping[str, object], seconds: float = 300) -> None:
+def agree(what: str, mine: Mapping[str, object]) -> None:
   """Waits for all processes and raises DistributedError with what differs from the first; `mine` is JSON-able."""
   client = _client()
   if client is None:
     return
   key = f'lab/{what}/'
-  client.key_value_set(f'{key}{jax.process_index()}', json.dumps(mine))
-  client.wait_at_barrier(key, int(1000 * seconds))
+  client.key_value_set(f'{key}{_index()}', json.dumps(mine))
+  client.wait_at_barrier(key, 1000 * LIMIT_S)
   every = {int(k.rsplit('/', 1)[1]): json.loads(v) for k, v in client.key_value_dir_get(key)}
   first = every.pop(0)
   differ = [f'{k} is {theirs.get(k)!r} on process {i}, {first.get(k)!r} on process 0' for i, theirs in
@@ -134,15 +153,15 @@ def agree(what: str, mine: Mapping[str, object], seconds: float = 300) -> None:
                            f'{f"; and {len(differ) - 5} more" * (len(differ) > 5)}. Start all of them alike')
 
 
-def meet(limit: float = 86_400) -> None:
+def meet() -> None:
   """Waits for all processes, which then begin together what waits for the others for 30 seconds only (Gloo).
 
   All of them call it the same number of times. One that has compiled faster, or has no log to write, waits here, where
-  the end of another is noticed. `limit` is in seconds.
+  the end of another is noticed.
   """
   client = _client()
   if client is not None:
-    client.wait_at_barrier(f'lab/meet/{next(_meetings)}', int(1000 * limit))
+    client.wait_at_barrier(f'lab/meet/{next(_meetings)}', 1000 * LIMIT_S)
 
 
 class Beat:
@@ -152,13 +171,15 @@ class Beat:
   """
 
   def __init__(self, limit: float):
-    self.client, self.index, self.limit, self.step = _client(), jax.process_index(), limit, 0
+    self.client, self.index, self.limit, self.step = _client(), _index(), limit, 0
     self.stopped, self.told, self.pause = threading.Event(), {}, min(1, limit / 20)
     self.thread = threading.Thread(target=self._run, daemon=True)
     self.thread.start()
 
   def stop(self) -> None:
     """This process is about to end well: from now on its silence means nothing."""
+    if self.stopped.is_set():
+      return
     self.stopped.set()
     self.thread.join()
     with contextlib.suppress(jax.errors.JaxRuntimeError):      # the first process has ended before
@@ -166,6 +187,8 @@ class Beat:
 
   def fail(self, code: int, why: str) -> None:
     """This process is about to end with an error: the others end too, and say why."""
+    if self.stopped.is_set():
+      return
     self.stopped.set()
     self.thread.join(self.pause)
     with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -224,6 +247,17 @@ def fail(code: int, why: str) -> None:
   """Tells the others that this process ends with an error, and why."""
   for beat in _beats:
     beat.fail(code, why)
+
+
+def count() -> int:
+  """How many processes this run has; asks no device, which waits for those of all processes."""
+  from jax._src import distributed
+  return distributed.global_state.num_processes or 1
+
+
+def _index() -> int:
+  from jax._src import distributed
+  return distributed.global_state.process_id or 0
 
 
 def _client():

@@ -2,7 +2,7 @@
 # launch/local_cluster.sh N [--devices=D] -- COMMAND...: N processes of one run on this machine, which find each other on
 # the loopback; with --devices, each has so many CPU devices. For example
 #   launch/local_cluster.sh 2 --devices=4 -- launch/run.sh --config=configs/gpt.py --workdir=runs/gpt
-# Every line is told with its process. SIGTERM and Ctrl-C reach all of them. The exit code is 0 where all ended with 0, else
+# Every line is told with its process. SIGTERM and Ctrl-C are a SIGTERM for all of them. The exit code is 0 where all ended with 0, else
 # that of the one that ended first for a reason of its own (7 says only that another was lost).
 set -euo pipefail
 
@@ -28,8 +28,7 @@ done
 export JAX_COORDINATOR_ADDRESS=127.0.0.1:$port JAX_COORDINATOR_BIND_ADDRESS=127.0.0.1:$port JAX_NUM_PROCESSES=$count
 
 running=()
-trap 'kill -TERM "${running[@]}" 2>/dev/null || true' TERM
-trap 'kill -INT "${running[@]}" 2>/dev/null || true' INT
+trap 'kill -TERM "${running[@]}" 2>/dev/null || true' TERM INT      # a script's jobs don't get Ctrl-C
 for ((i = 0; i < count; i++)); do
   JAX_PROCESS_ID=$i "$@" > >(sed -u "s/^/[$i] /") 2>&1 &
   running+=($!)
@@ -39,7 +38,7 @@ code=0
 while [ ${#running[@]} -gt 0 ]; do
   ended='' got=0
   wait -n -p ended "${running[@]}" || got=$?
-  [ -n "$ended" ] || continue                      # a signal came, not an end
+  [ -n "${ended:-}" ] || continue                  # a signal came, not an end
   for i in "${!running[@]}"; do
     [ "${running[$i]}" != "$ended" ] || unset "running[$i]"
   done

@@ -333,7 +333,8 @@ def test_no_name_leads_out_of_the_scratch_folder(bucket):
   for name in ('../../x', 'pictures/../../../x', 'checkpoints/../../x', 'pictures//x', 'pictures/', 'metrics.jsonl'):
     bucket.put(f'run/{name}', b'')
   folder = files.outline('gs://lab/run')
-  assert [name for *_, names in os.walk(os.path.dirname(os.path.dirname(folder))) for name in names] == ['metrics.jsonl']
+  top = os.path.dirname(os.path.dirname(folder))
+  assert [name for *_, names in os.walk(top) for name in names] == ['metrics.jsonl']
 
 
 def test_scores_of_a_checkpoint_are_written_there(toy_config, bucket):

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from lab import peers
+from lab.files import StorageError
 
 
 class Ended(Exception):
@@ -50,6 +51,7 @@ def beat(store):
   found = peers.Beat(60)
   found.stopped.set()
   found.thread.join()
+  found.stopped.clear()
   return found
 
 
@@ -100,14 +102,27 @@ def test_what_silence_means(beat, caplog, text, silent, said):
   beat._look(0, text, 1e9)      # its own words mean nothing to a process
 
 
-def test_it_says_how_it_ends_and_a_store_that_is_gone_harms_nobody(store, beat):
-  beat.fail(3, 'x is broken')
-  assert store.values['lab/beats/0'] == 'failed with code 3: x is broken'
+@pytest.mark.parametrize('silent', [False, True])      # a store that is gone harms nobody
+@pytest.mark.parametrize('ending, said', [
+    (lambda beat: beat.stop(), 'done'), (lambda beat: beat.fail(3, 'x is broken'), 'failed with code 3: x is broken')])
+def test_it_says_once_how_it_ends(store, beat, ending, said, silent):
+  store.silent = silent
+  ending(beat)
   beat.stop()
-  assert store.values['lab/beats/0'] == 'done'
-  store.silent = True
-  beat.fail(3, 'x')
-  beat.stop()
+  beat.fail(1, 'another')
+  assert silent or store.values['lab/beats/0'] == said
+
+
+def test_the_roll_is_called_in_no_folder_from_elsewhere(tmp_path):
+  (tmp_path / 'elsewhere').mkdir()
+  (tmp_path / 'elsewhere' / '1').write_text('mine')
+  (tmp_path / 'run').mkdir()
+  (tmp_path / 'run' / peers.FOLDER).symlink_to(tmp_path / 'elsewhere')
+  with pytest.raises(StorageError, match='is a link'), peers.RollCall(str(tmp_path / 'run'), '1', 2, 300):
+    pass
+  assert (tmp_path / 'elsewhere' / '1').read_text() == 'mine'
+  with pytest.raises(StorageError, match="can't be written"), peers.RollCall(f'{tmp_path}/elsewhere/1', '1', 2, 300):
+    pass
 
 
 def test_the_roll_names_who_is_missing(tmp_path):

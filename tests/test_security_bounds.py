@@ -13,8 +13,8 @@ import pytest
 from data_pipelines import (DataError, arc_raw, books_raw, coco, corpus, documents, images, mnist, pipeline, prepared,
                             text_inputs, tokens)
 
-from lab import (checkpoint, config as configs, files, inspect, ledger, links, logs, page, plot, plot_plan, points, predict,
-                 sweep, train)
+from lab import (checkpoint, config as configs, files, inspect, ledger, links, logs, page, plot, plot_plan, points,
+                 predict, sweep, train)
 from lab.systems.language import weights
 from lab.task import ConfigError
 from tests import toy

@@ -85,8 +85,14 @@ def make_task(config) -> Task:
     return {'y': (batch['x'] @ params['dense']['kernel'] + params['dense']['bias'][None]).sum(-1)}
 
   sizes = {'train': 30, 'eval': 13}
+
+  def split_source(split):
+    if split == 'eval' and os.environ.get('TOY_DEFECT'):
+      raise TypeError('a defect')      # on whichever process has it
+    return source(config.data.dir, config.data[split], sizes[split], 0.01 if split == 'train' else 0.0)
+
   return Task(
       init=init, loss=loss, measure=lambda p, s, b: {'error': (error(p, b).sum(), b['mask'].sum())}, predict=predict,
-      source=lambda split: source(config.data.dir, config.data[split], sizes[split], 0.01 if split == 'train' else 0.0),
+      source=split_source,
       records=lambda outputs, batch: ({'y': float(y)} for y in outputs['y']),
       rules=(('kernel', P(None, 'fsdp'), 'columns are independent'),))

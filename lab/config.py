@@ -29,7 +29,7 @@ def core() -> ConfigDict:
       'mesh': {'data': -1, 'fsdp': 1, 'tensor': 1},   # devices an axis; one may be -1: all that are left
       'processes': {               # of a run on several hosts
           'start_s': 300.0,        # seconds to wait for each other
-          'heartbeat_s': 60.0,     # seconds that one may be silent for; then the others end with code 7
+          'heartbeat_s': 40.0,     # seconds that one may be silent for; then the others end with code 7
       },
       'input': {
           'batch_size': 32,        # global, all processes together; an update takes optim.accumulate of them

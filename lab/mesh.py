@@ -108,7 +108,7 @@ def _join(limits, workdir):
   try:
     with roll if '://' not in workdir else contextlib.nullcontext():
       jax.distributed.initialize(**known, initialization_timeout=int(limits.start_s) + 60,
-                                 heartbeat_timeout_seconds=max(int(1.5 * limits.heartbeat_s), 10),
+                                 heartbeat_timeout_seconds=int(2.5 * limits.heartbeat_s),   # JAX looks twice as often
                                  shutdown_timeout_seconds=3600)      # the first may have much to send to a bucket
   except (RuntimeError, ValueError) as e:
     raise DistributedError(f'the processes did not find each other: {e}') from e

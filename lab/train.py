@@ -39,7 +39,7 @@ def check(config) -> None:
                      ('input.batch_size', 1), ('input.eval_batch_size', 1), ('input.prefetch', 1), ('input.threads', 0),
                      ('input.bad_limit', 0), ('checkpoint.steps', 0), ('checkpoint.keep', -1), ('profile.start', 0),
                      ('profile.steps', 0), ('peak_tflops', 0), ('processes.start_s', 1),
-                     ('processes.heartbeat_s', 1), ('lr_find.steps', 5), ('early_stop.patience', 0),
+                     ('processes.heartbeat_s', 4), ('lr_find.steps', 5), ('early_stop.patience', 0),
                      ('early_stop.delta', 0)):
     if flatten(config)[key] < least:
       raise ConfigError(f'config.{key} = {flatten(config)[key]}: expected at least {least}')

@@ -24,7 +24,7 @@ on_setup() {      # on_setup PREPARE
     sudo apt-get -q -o DPkg::Lock::Timeout=600 update
     sudo apt-get -q -y -o DPkg::Lock::Timeout=600 install python3.11 python3.11-venv
   fi
-  make_environment tpu 8>&-
+  make_environment tpu,gcs 8>&-
   touch "$run/ready"
   echo "$(hostname): ready"
 }
@@ -37,7 +37,7 @@ on_start() {      # on_start COMMAND_ID ARGUMENTS...
   cd "$dir"
   echo "--- $(hostname), started $(date -u +%FT%TZ)" >> "$run/log"
   # in a session of its own, which outlives this connection, and the exit code outlives a SIGTERM for all of it
-  LAB_EXTRAS=tpu setsid bash -c 'trap : TERM
+  LAB_EXTRAS=tpu,gcs setsid bash -c 'trap : TERM
     echo $$ > "$0/pid"
     code=0
     launch/run.sh "$@" --distributed || code=$?

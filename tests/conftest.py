@@ -29,7 +29,7 @@ jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 # they take minutes
 LONG = ('test_systems', 'test_sweep', 'test_readme', 'test_language_learning', 'test_pose_stick_figures', 'test_resume',
-        'test_processes', 'test_tpu_vm', 'test_dvae', 'test_dvae_learning', 'test_language_distill')
+        'test_processes', 'test_buckets', 'test_tpu_vm', 'test_dvae', 'test_dvae_learning', 'test_language_distill')
 
 
 def pytest_collection_modifyitems(items):

@@ -82,7 +82,7 @@ def create(group: str, name: str, flags: dict) -> int:
     for stamp in read('stamp'):
       programs['venv/bin/python'] = f'exec {sys.executable} "$@"'
       (home / 'venv/bin').mkdir(parents=True)
-      (home / 'venv/.lab-tpu').write_text(f'{stamp} {home}/lab\n')
+      (home / 'venv/.lab-tpu,gcs').write_text(f'{stamp} {home}/lab\n')
     for program, line in programs.items():
       (home / program).write_text(f'#!/bin/sh\n{line}\n')
       (home / program).chmod(0o755)

@@ -74,6 +74,12 @@ FAULTS = {
         "a workdir that can't be written",
         'one message, 5', (
             'test_checkpoint.py::test_an_unwritable_workdir',)),
+    'F12': Fault(
+        'a bucket refuses for a moment, for good, is not there',
+        "asked again, counted, told; 5 with the object's name", (
+            'test_buckets.py::test_a_refusal_for_the_moment', 'test_buckets.py::test_a_log_that_may_not',
+            'test_buckets.py::test_arrays_that_may_not', 'test_buckets.py::test_a_checkpoint_that_can_not_be_reached',
+            'test_buckets.py::test_no_such_bucket', 'test_buckets.py::test_killed_and_started_elsewhere')),
     'F13': Fault(
         'a foreign, torn or old checkpoint',
         'refused with what differs, or the one before; never step 0', (

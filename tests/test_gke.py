@@ -74,6 +74,6 @@ def test_a_slice_is_whole_and_its_hosts_find_each_other():
 
 def test_the_image_starts_the_lab():
   lines = read('launch/Dockerfile').splitlines()
-  assert 'ENTRYPOINT ["launch/run.sh"]' in lines and 'ENV LAB_EXTRAS=tpu' in lines
+  assert 'ENTRYPOINT ["launch/run.sh"]' in lines and 'ENV LAB_EXTRAS=tpu,gcs' in lines
   python = next(re.match(r'FROM python:(3\.\d+)', line)[1] for line in lines if line.startswith('FROM'))
   assert f'python{python}' in read('launch/environment.sh')

@@ -225,7 +225,8 @@ def test_hostile_words_arrive_as_they_were(cloud, tmp_path):
   cloud('run', *flags, '--', *HOSTILE, name=name)
   while not (cloud.home(1, name) / 'arguments').exists():
     assert 'w-1: ' in cloud('status', *flags, name=name)
-  assert (cloud.home(1, name) / 'arguments').read_bytes().decode().split('\0') == ['tpu', *HOSTILE, '--distributed', '']
+  given = (cloud.home(1, name) / 'arguments').read_bytes().decode().split('\0')
+  assert given == ['tpu,gcs', *HOSTILE, '--distributed', '']
   cloud('delete', '--yes', '--zone', zone, name=name)
   assert all(f'--zone={zone}' in call for call in cloud.calls())
   assert not list(tmp_path.glob('**/canary')) and not os.path.exists('canary')

@@ -16,6 +16,8 @@ os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', os.path.expanduser('~/.cache/
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES', '-1')
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+os.environ['EPATH_USE_TF'] = 'false'         # read once, whichever test comes first; lab/files.py says why
+os.environ['GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT'] = 'false'
 os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')
 
 import jax

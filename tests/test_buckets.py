@@ -20,6 +20,8 @@ from lab.task import ConfigError
 from tests import toy
 from tests.bucket import Bucket
 
+long = pytest.mark.skipif(not os.environ.get('LAB_LONG'), reason='the whole file takes five minutes: LAB_LONG=1')
+
 pytest.importorskip('gcsfs', reason='buckets need the extra gcs')
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DIGEST = re.compile(r'state digest +(\w+)')
@@ -138,7 +140,7 @@ def test_prepared_data_are_read_from_a_bucket(bucket, tmp_path):
   assert bucket.faults[0][3] == 0
 
 
-@pytest.mark.skipif(not os.environ.get('LAB_LONG'), reason='takes a minute: LAB_LONG=1')
+@long
 def test_two_processes_write_one_run(lab, bucket, tmp_path):
   from tests.test_processes import cluster, finish
   codes, outputs = finish(cluster(lambda *a, **kw: lab(*a, **kw, **bucket.environment), 2, 'gs://lab/run'))
@@ -240,6 +242,7 @@ def test_a_log_that_may_not_be_written_ends_the_run(toy_config, bucket):
   assert main._exit_code(e.value) == 5
 
 
+@long
 def test_arrays_that_may_not_be_written_end_the_run_after_three_tries(toy_config, bucket):
   bucket.fail('POST', 'params/', 403, 1000)
   with pytest.raises(CheckpointError, match='3 checkpoints in a row .* gs://lab/run/.*PERMISSION_DENIED.*params'):
@@ -268,6 +271,7 @@ def test_no_such_bucket(toy_config, bucket):
 # two runs
 
 
+@long
 def test_the_last_to_come_has_the_workdir(toy_config, bucket, monkeypatch, whole, caplog):
   flush, count = files.push, []
 
@@ -292,6 +296,7 @@ def test_the_last_to_come_has_the_workdir(toy_config, bucket, monkeypatch, whole
 # what else reads and writes a run
 
 
+@long
 def test_weights_come_from_a_bucket(toy_config, bucket, whole, tmp_path, monkeypatch):
   run(toy_config)
   elsewhere()
@@ -314,6 +319,7 @@ def test_weights_come_from_a_bucket(toy_config, bucket, whole, tmp_path, monkeyp
   assert Checkpoints(str(tmp_path / 'longer')).steps() == [25]
 
 
+@long
 def test_it_is_described_as_on_a_disk(toy_config, bucket, whole):
   run(toy_config)
   elsewhere()

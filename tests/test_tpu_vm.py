@@ -173,7 +173,7 @@ def test_a_run_from_nothing_to_its_end(ready):
   ready.wait('w-0: exit code 75', 'w-1: exit code 75')
   assert ready.starts() == [FOREVER, 'exit 75']
   assert 'w-1' in ready('logs', '--worker=1') and 'stub: exit 75' in ready('logs', '--lines=1')
-  assert (ready.home(1) / 'arguments').read_bytes() == b'tpu\0--config=c\0--distributed\0'
+  assert (ready.home(1) / 'arguments').read_bytes() == b'tpu,gcs\0--config=c\0--distributed\0'
 
 
 def test_all_workers_of_all_slices(cloud):
@@ -196,7 +196,7 @@ def test_setup_copies_what_is_tracked_and_keeps_what_is_not_its_own(ready, stub)
   ready('setup')
   assert (ready.home(1) / 'lab/old').read_text() == 'edited'
   assert not (ready.home(1) / 'lab/untracked').exists()
-  assert (ready.home(1) / 'environment').read_text() == 'tpu\n'
+  assert (ready.home(1) / 'environment').read_text() == 'tpu,gcs\n'
   (stub / 'old').unlink()
   ready('setup', '--prepare=echo "$(hostname) is prepared" > ~/prepared')
   assert not (ready.home(0) / 'lab/old').exists()

@@ -182,3 +182,16 @@ def test_a_key_that_nothing_would_read_is_refused(toy_config, key, value):
     toy_config.optim.decay = 0.1
     toy_config['init_from' if key == 'init_only' else 'continue_from'] = 'runs/other'
     train.check(toy_config)
+
+
+@pytest.mark.parametrize('name', optim.BOUNDED)
+def test_a_bounded_optimizer_stays_finite_for_any_gradient_of_a_finite_norm(toy_config, name):
+  """Which is why it does not wait for the size of the change."""
+  toy_config.optim.update({'name': name, 'beta1': -1.0, 'beta2': -1.0, 'eps': -1.0})
+  o = section(toy_config, name=name, learning_rate=optim.TAME, decay=0.0, clip=0.0)
+  tx = optim.make(o, 10)
+  params = {'w': jnp.ones((2, 2))}
+  opt = tx.init(params)
+  for size in (9e18, 1e-30, 0.0, 9e18):
+    params, opt, ok, _ = tx.update(jnp.float32(1), {'w': jnp.full((2, 2), size)}, opt, params, jnp.int32(0))
+    assert ok and all(np.isfinite(x).all() for x in jax.tree.leaves((params, opt)))

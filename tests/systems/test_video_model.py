@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lab.systems.video import cells, config, model, output, registry
+from lab.systems.video import cells, config, model, output, products, registry
 from lab.task import ConfigError
 
 KEY = jax.random.key(0, impl='unsafe_rbg')               # compiles several times faster than threefry
@@ -287,10 +287,10 @@ def test_convolutions_and_their_mirror():
                         jax.ShapeDtypeStruct((1, 2, 64, 64), np.float32))
   assert made['pred'][0].shape == (1, 2, 64, 64) and 'dense0' not in shapes['pred']['readout']
   # a stride that does not divide: 12 -> 4 sees 11 px of 12, the last column back is nobody's
-  x, kernel = np.ones((1, 4, 4, 1), np.float32), np.ones((5, 5, 1, 1), np.float32)
+  x, kernel, want = np.ones((1, 4, 4, 1), np.float32), np.ones((5, 5, 1, 1), np.float32), np.zeros((12, 12))
   assert registry.map_sides(12, (5,), (2,)) == [12, 4]
-  back = np.asarray(cells.deconvolve(x, kernel, 2, 12, jnp.float32))[0, :, :, 0]
-  want = np.zeros((12, 12))
+  undo = products.Affine(kernel, None, jnp.float32, window=products.mirror(5, 2, 4, 12))
+  back = np.asarray(undo(x))[0, :, :, 0]
   for i in range(4):
     for j in range(4):
       want[2 * i:2 * i + 5, 2 * j:2 * j + 5] += 1

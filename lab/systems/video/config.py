@@ -60,7 +60,8 @@ def _network(config) -> None:
                                  # layers)
       'init': 'default',         # default (Glorot; recurrent orthogonal) or uniform (+-.01, peepholes +-.1, biases 0)
       'fuse_input': True,        # inputs of all steps in one product where they are known before
-      'dtype': 'bfloat16',       # of products; parameters, cell states, readout and loss are float32
+      'dtype': 'bfloat16',       # of products, but a deconv readout's; parameters, cell states, logits and loss are
+                                 # float32
       # simvp reads heads, dtype and these alone; a key that the chosen network does not read must stay as it is
       'hid_s': 64,               # simvp: channels of the spatial encoder and decoder
       'hid_t': 512,              # simvp: channels of the translator

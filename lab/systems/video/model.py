@@ -1,9 +1,10 @@
 """The networks: Seq2Frames, an encoder whose states start a decoder and a predictor; and the way to SimVP's.
 
 Srivastava, Mansimov & Salakhutdinov 2015, arXiv 1502.04681, section 2. The modules here declare parameters and return
-pure functions of them (lab/systems/video/cells.py), so that a loop over time is a plain jax.lax.scan.
+what pure functions take (cells.py, ends.py), so that a loop over time knows every array in it (products.py).
 """
 
+import functools
 import math
 from typing import Any, Callable
 
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 
-from lab.systems.video import cells, output, registry, simvp
+from lab.systems.video import cells, ends, output, products, registry, simvp
 
 check = registry.check   # of a configuration, before anything is built
 
@@ -63,21 +64,20 @@ def _orthogonal(key: jax.Array, shape: tuple, dtype) -> jax.Array:
   return jax.lax.fori_loop(0, 40, step, x).reshape(shape)      # each grows the small ones by half: 1e-6 becomes 1
 
 
-class Affine(nn.Module):
-  """Declares and returns (kernel [..., in, out], bias [out])."""
+class Product(nn.Module):
+  """Declares kernel [..., in, out] and bias [out]; returns the Affine of them."""
   shape: tuple
   kernel_init: Callable
+  dtype: Any
   bias: float = 0.0
+  exact: bool = False
+  window: products.Window | None = None
 
   @nn.compact
-  def __call__(self) -> tuple[jax.Array, jax.Array]:
+  def __call__(self) -> products.Affine:
     kernel = self.param('kernel', self.kernel_init, self.shape, jnp.float32)
-    return kernel, self.param('bias', nn.initializers.constant(self.bias), self.shape[-1:], jnp.float32)
-
-
-def _dense(x: jax.Array, affine: tuple, dtype=jnp.float32) -> jax.Array:
-  y = cells.product(x, affine[0], dtype)
-  return y + cells.row(affine[1], y)
+    bias = self.param('bias', nn.initializers.constant(self.bias), self.shape[-1:], jnp.float32)
+    return products.Affine(kernel, bias, jnp.dtype(self.dtype), self.exact, self.window)
 
 
 class Recurrent(nn.Module):
@@ -88,25 +88,22 @@ class Recurrent(nn.Module):
 
   @nn.compact
   def __call__(self) -> cells.Layer:
-    m, (_, gates, _) = self.model, cells.CELLS[self.model.cell]
+    m, gates = self.model, cells.CELLS[self.model.cell].gates
     window = (m.kernel, m.kernel) if m.cell == 'convlstm' else ()
     uniform = m.init == 'uniform'
     orthogonal = _uniform(0.01) if uniform else _orthogonal
-    weights = {'recurrent': self._param('recurrent', _by_gate(orthogonal, gates), *window, self.width,
-                                        gates * self.width)}
+    declare = lambda name, init, *shape: self.param(name, init, shape, jnp.float32)
+    recurrent = declare('recurrent', _by_gate(orthogonal, gates), *window, self.width, gates * self.width)
+    kernel = jnp.zeros((0, gates * self.width))
     if self.inputs:
-      weights['input'] = self._param('input', _by_gate(_kernel_init(m.init), gates), *window, self.inputs,
-                                     gates * self.width)
-    weights['bias'] = self._param('bias', self._bias, gates * self.width)
+      kernel = declare('input', _by_gate(_kernel_init(m.init), gates), *window, self.inputs, gates * self.width)
+    bias, vectors = declare('bias', self._bias, gates * self.width), {}
     if m.cell == 'gru':
-      weights['recurrent_bias'] = self._param('recurrent_bias', nn.initializers.zeros, self.width)
+      vectors['recurrent_bias'] = declare('recurrent_bias', nn.initializers.zeros, self.width)
     if m.cell == 'peephole':
       diagonal = _uniform(0.1) if uniform else nn.initializers.zeros
-      weights.update({f'peephole_{gate}': self._param(f'peephole_{gate}', diagonal, self.width) for gate in 'ifo'})
-    return cells.Layer(m.cell, weights, jnp.dtype(m.dtype))
-
-  def _param(self, name: str, init: Callable, *shape: int) -> jax.Array:
-    return self.param(name, init, shape, jnp.float32)
+      vectors = {f'peephole_{gate}': declare(f'peephole_{gate}', diagonal, self.width) for gate in 'ifo'}
+    return cells.Layer(m.cell, jnp.dtype(m.dtype), kernel, recurrent, bias, vectors)
 
   def _bias(self, key, shape, dtype):
     """Zeros; but 1 for the forget gate, which keeps the cell at first (Jozefowicz et al. 2015)."""
@@ -117,42 +114,21 @@ class Recurrent(nn.Module):
 
 
 class Embed(nn.Module):
-  """Declares what turns frames f32[..., S, S] into features, f32[..., D] or a map f32[..., m, m, C]; returns it."""
+  """Declares and returns the products of ends.embed, for frames of size x size px."""
   model: Any
-  size: int   # S
+  size: int
 
   @nn.compact
-  def __call__(self) -> Callable[[jax.Array], jax.Array]:
-    m, dtype = self.model, jnp.dtype(self.model.dtype)
-    if m.embed == 'patch':
-      return lambda frames: cells.space_to_depth(frames[..., None], m.patch)
-    if m.embed == 'flatten':
-      return _flat
-    init = _kernel_init(m.init, relu=True)
+  def __call__(self) -> list[products.Affine]:
+    m, init = self.model, _kernel_init(self.model.init, relu=True)
     if m.embed == 'mlp':
       widths = (self.size**2, *m.embed_widths)
-      dense = [Affine(widths[i:i + 2], init, name=f'dense{i}')() for i in range(len(m.embed_widths))]
-
-      def layers(frames):
-        x = _flat(frames)
-        for affine in dense:
-          x = jax.nn.relu(_dense(x, affine, dtype))
-        return x
-      return layers
-    channels = (1, *m.channels)
-    conv = [Affine((k, k, *channels[i:i + 2]), init, name=f'conv{i}')() for i, k in enumerate(m.kernels)]
-
-    def convolutions(frames):
-      x = frames[..., None]
-      for (kernel, bias), stride in zip(conv, m.strides):
-        x = cells.convolve(x, kernel, stride, 'VALID', dtype)
-        x = jax.nn.relu(x + cells.row(bias, x))
-      return x if m.cell == 'convlstm' else x.reshape(x.shape[0], -1)
-    return lambda frames: cells.over_leading(convolutions, frames, 2)
-
-
-def _flat(frames: jax.Array) -> jax.Array:
-  return frames.reshape(*frames.shape[:-2], -1)
+      return [Product(widths[i:i + 2], init, m.dtype, name=f'dense{i}')() for i in range(len(m.embed_widths))]
+    if m.embed == 'cnn':
+      channels = (1, *m.channels)
+      return [Product((k, k, *channels[i:i + 2]), init, m.dtype, window=products.Window(stride, 'VALID'),
+                      name=f'conv{i}')() for i, (k, stride) in enumerate(zip(m.kernels, m.strides))]
+    return []
 
 
 def _feature(m, size: int) -> tuple[int, ...]:
@@ -167,67 +143,42 @@ def _feature(m, size: int) -> tuple[int, ...]:
 
 
 class Readout(nn.Module):
-  """Declares what turns top states h, f32[..., W] or f32[..., m, m, C], into logits f32[..., S, S]; returns it.
+  """Declares and returns the products of ends.read, for frames of size x size px; deconvolutions are float32.
 
-  In float32 throughout. On the map of patch, linear and mlp are convolutions of side 1.
+  On the map of patch, linear and mlp are convolutions of side 1.
   """
   model: Any
   size: int
-  multiply: float
   bias: float     # of the last layer, at the start
 
   @nn.compact
-  def __call__(self) -> Callable[[jax.Array], jax.Array]:
-    m, width = self.model, self.model.head[-1]
-    patched = m.embed == 'patch'
-    outputs = m.patch**2 if patched else self.size**2
+  def __call__(self) -> list[products.Affine]:
+    m, width, found = self.model, self.model.head[-1], []
     if m.readout == 'deconv':
-      layers = self._deconvolutions()
-      axes = 3 if m.cell == 'convlstm' else 1
-      return lambda h: self.multiply * cells.over_leading(layers, h, axes)
-    dense = []
+      return self._deconvolutions()
     if m.readout == 'mlp':
-      dense.append(Affine((width, m.readout_width), _kernel_init(m.init, relu=True), name='dense0')())
+      found.append(Product((width, m.readout_width), _kernel_init(m.init, relu=True), m.dtype, name='dense0')())
       width = m.readout_width
     if m.readout != 'copy':
-      dense.append(Affine((width, outputs), _kernel_init(m.init), self.bias, name='out')())
+      outputs = m.patch**2 if m.embed == 'patch' else self.size**2
+      found.append(Product((width, outputs), _kernel_init(m.init), m.dtype, self.bias, exact=True, name='out')())
+    return found
 
-    def layers(h):
-      for i, affine in enumerate(dense):
-        h = _dense(jax.nn.relu(h) if i else h, affine)
-      if patched:
-        return self.multiply * cells.depth_to_space(h, m.patch)[..., 0]
-      return self.multiply * h.reshape(*h.shape[:-1], self.size, self.size)
-    return layers
-
-  def _deconvolutions(self) -> Callable:
-    """The mirror of the cnn embedding, [N, ...] -> [N, S, S]: ReLU between its layers; each restores the size before.
-
-    A dense layer makes the map first where a vector is not already one of a pixel.
-    """
-    m, sides = self.model, registry.map_sides(self.size, self.model.kernels, self.model.strides)
-    shape = (sides[-1], sides[-1], m.channels[-1])
-    width = m.head[-1]
-    dense = None
-    if m.cell == 'convlstm' or (sides[-1] == 1 and width == shape[-1]):
-      shape = (*shape[:2], width)
+  def _deconvolutions(self) -> list[products.Affine]:
+    """The mirror of the cnn embedding; each restores the size before."""
+    m, sides, found = self.model, registry.map_sides(self.size, self.model.kernels, self.model.strides), []
+    last, width = m.channels[-1], m.head[-1]
+    if m.cell == 'convlstm' or (sides[-1] == 1 and width == last):
+      last = width
     else:
-      dense = Affine((width, math.prod(shape)), _kernel_init(m.init, relu=True), name='dense0')()
-    channels = (1, *m.channels[:-1], shape[-1])
-    deconv = [
-        Affine((m.kernels[i], m.kernels[i], channels[i + 1], channels[i]), _kernel_init(m.init, relu=i > 0),
-               0.0 if i else self.bias, name=f'deconv{i}' if i else 'out')()
-        for i in reversed(range(len(m.channels)))]
-
-    def layers(h):
-      x = h if dense is None else jax.nn.relu(_dense(h, dense))
-      x = x.reshape(-1, *shape)
-      for i, (kernel, bias) in zip(reversed(range(len(deconv))), deconv):
-        x = cells.deconvolve(x, kernel, m.strides[i], sides[i], jnp.float32)
-        x = x + cells.row(bias, x)
-        x = jax.nn.relu(x) if i else x
-      return x[..., 0]
-    return layers
+      found.append(Product((width, sides[-1]**2 * last), _kernel_init(m.init, relu=True), jnp.float32,
+                           name='dense0')())
+    channels = (1, *m.channels[:-1], last)
+    for i in reversed(range(len(m.channels))):
+      side, window = m.kernels[i], products.mirror(m.kernels[i], m.strides[i], sides[i + 1], sides[i])
+      found.append(Product((side, side, channels[i + 1], channels[i]), _kernel_init(m.init, relu=i > 0), jnp.float32,
+                           0.0 if i else self.bias, window=window, name=f'deconv{i}' if i else 'out')())
+    return found
 
 
 def _stack(m, widths: tuple, inputs: int) -> list[cells.Layer]:
@@ -251,10 +202,12 @@ class Encoder(nn.Module):
   @nn.compact
   def __call__(self, past: jax.Array):
     m = self.model
-    embed = Embed(m, self.size, name='embed')()
+    weights, embed = Embed(m, self.size, name='embed')(), functools.partial(ends.embed, m)
     layers = _stack(m, m.encoder, _feature(m, self.size)[-1])
     carries = _zeros(m, m.encoder, self.size, past.shape[0])
-    return (cells.sweep if m.fuse_input else cells.climb)(layers, carries, past, past.shape[1], embed)
+    if m.fuse_input:
+      return cells.sweep(layers, carries, embed(weights, past))
+    return cells.climb(layers, carries, past, embed, weights)
 
 
 class Head(nn.Module):
@@ -268,42 +221,45 @@ class Head(nn.Module):
   @nn.compact
   def __call__(self, states: tuple, steps: int, truth: jax.Array | None, use: jax.Array | None):
     m = self.model
-    inputs = {'zero': 0, 'hidden': m.head[-1]}.get(m.feed, _feature(m, self.size)[-1])
-    embed = None if m.feed in ('zero', 'hidden') else Embed(m, self.size, name='embed')()
-    layers = _stack(m, m.head, inputs)
-    readout = Readout(m, self.size, self.multiply, self.bias, name='readout')()
-    carries = self._start(states)
+    feature = {'zero': (0,), 'hidden': (m.head[-1],)}.get(m.feed, _feature(m, self.size)[-1:])
+    if m.cell == 'convlstm':
+      feature = (*_feature(m, self.size)[:-1], *feature)
+    weights = [] if m.feed in ('zero', 'hidden') else Embed(m, self.size, name='embed')()
+    layers = _stack(m, m.head, feature[-1])
+    readout = Readout(m, self.size, self.bias, name='readout')()
+    read = functools.partial(ends.read, m, self.size, self.multiply)
+    carries, batch = self._start(states), states[0][0].shape[0]
     if m.feed == 'zero':
-      _, tops = (cells.sweep if m.fuse_input else cells.climb)(layers, carries, None, steps)
-      return readout(tops), tops
-    # the first step is on its own: it sees nothing, not even what embed would make of a frame of zeros
-    carries = cells.advance(layers, carries, None)
+      nothing = jnp.zeros((batch, steps, *feature))
+      _, tops = (cells.sweep if m.fuse_input else cells.climb)(layers, carries, nothing)
+      return read(readout, tops), tops
 
-    def feed_hidden(carries, _):
-      carries = cells.advance(layers, carries, carries[-1][0])
-      return carries, carries[-1][0]
+    def feed_hidden(layers, state, _):
+      carries = cells.advance(layers, *state)
+      top = carries[-1][0]
+      return (carries, top), top
 
-    if m.feed == 'hidden':
-      _, tops = cells.over_time(feed_hidden, carries, None, steps - 1)
-      tops = _after(carries[-1][0], tops)
-      return readout(tops), tops
-
-    def feed_frame(state, true):
-      carries, logits = state
+    def feed_frame(network, state, now):
+      layers, weights, readout = network
+      carries = cells.advance(layers, *state)
+      top = carries[-1][0]
+      logits = read(readout, top)
       fed = self.activate(logits)
-      if true is not None:
-        fed = jnp.where(true[1][:, None, None], true[0], fed)
-      carries = cells.advance(layers, carries, embed(fed))
-      logits = readout(carries[-1][0])
-      return (carries, logits), (logits, carries[-1][0])
+      if now is not None:
+        fed = jnp.where(now[1][:, None, None], now[0], fed)
+      return (carries, ends.embed(m, weights, fed)), (logits, top)
 
-    first = readout(carries[-1][0])
+    # the first step sees zeros, and not what embed would make of a frame of zeros: nothing, to a product
+    state, layers = (carries, jnp.zeros((batch, *feature))), [cells.joined(layer) for layer in layers]
+    if m.feed == 'hidden':
+      _, tops = products.over_time(feed_hidden, steps, layers, state, None)
+      return read(readout, tops), tops
     true = None
     if truth is not None:
       use = jnp.ones(truth.shape[:2], bool) if use is None else use
-      true = truth[:, :steps - 1], use[:, 1:steps]     # the frame before a step, and whether it is fed there
-    _, (logits, tops) = cells.over_time(feed_frame, (carries, first), true, steps - 1)
-    return _after(first, logits), _after(carries[-1][0], tops)
+      true = truth[:, :steps], jnp.roll(use[:, :steps], -1, 1)      # a frame, and whether it is fed to the next step
+    _, made = products.over_time(feed_frame, steps, (layers, weights, readout), state, true)
+    return made
 
   def _start(self, states: tuple) -> tuple[cells.Carry, ...]:
     """The carries at the start, of the encoder's and zeros, as config.model.handover says."""
@@ -316,11 +272,6 @@ class Head(nn.Module):
       if m.encoder[i] == m.head[i]:     # elsewhere a layer has no counterpart: the copy models' last
         start[i] = (state[0], *zeros[i][1:]) if m.handover == 'h_only' else state
     return tuple(start)
-
-
-def _after(first: jax.Array, rest: jax.Array) -> jax.Array:
-  """[B, ...] and [B, n - 1, ...] -> [B, n, ...]."""
-  return jnp.concatenate([first[:, None], rest], 1)
 
 
 class Seq2Frames(nn.Module):
@@ -354,12 +305,35 @@ class Seq2Frames(nn.Module):
     activate of its own last logits elsewhere. Without truth (None) a head runs free; a use of None is True everywhere.
     """
     truth, use = truth or {}, use or {}
+    if self._abreast(lengths, truth, use):
+      return self._both(states, lengths['pred'], truth, use)
     return {head: self._head(head)(states, n, truth.get(head), use.get(head)) for head, n in lengths.items()}
 
   def __call__(self, past: jax.Array, lengths: dict, truth: dict | None = None, use: dict | None = None) -> dict:
     """What unroll gives for the states of past; and 'encoder', its top h f32[B, P, ...]."""
     states, top = self.encode(past)
     return {**self.unroll(states, lengths, truth, use), 'encoder': top}
+
+  def _abreast(self, lengths: dict, truth: dict, use: dict) -> bool:
+    """Whether the heads can run as one: they exist, are as long, and multiply by kernels; convolutions do not."""
+    m = self.model
+    alike = len(lengths) == 2 and len(set(lengths.values())) == 1 and all(len(given) != 1 for given in (truth, use))
+    return alike and 'cnn' != m.embed and 'convlstm' != m.cell and 'deconv' != m.readout and not self.is_initializing()
+
+  def _both(self, states: tuple, steps: int, truth: dict, use: dict) -> dict:
+    """`unroll` of both heads in one loop over kernels [2, ...], whose products are [2, B, D] x [2, D, N].
+
+    For a small batch one head's product leaves most of an accelerator idle. (Two convolutions side by side would be
+    grouped ones, which are slow.)
+    """
+    names = 'recon', 'pred'
+    stack = lambda trees: jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+    params = stack([self._head(name).variables['params'] for name in names])
+    truth, use = (stack([given.get(name) for name in names]) for given in (truth, use))
+    head = Head(self.model, self.size, self.activate, self.multiply, self.bias, parent=None)
+    run = lambda params, truth, use: head.apply({'params': params}, states, steps, truth, use)
+    made = jax.vmap(run)(params, truth, use)
+    return {name: jax.tree.map(lambda leaf, i=i: leaf[i], made) for i, name in enumerate(names)}
 
   def _head(self, name: str) -> nn.Module:
     if self.model.heads not in ('both', name):

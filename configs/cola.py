@@ -33,6 +33,7 @@ def get_config(variant: str = '') -> ConfigDict:
       config.data.length = 64
       config.model.update({'width': 384, 'norm': 'post', 'norm_eps': 1e-12, 'embed_norm': True, 'types': 2,
                            'pool': 'mean', 'attention_dropout': 0.1})
+    config.model.unroll = 6
     config.total_steps, config.optim.warmup_steps = 1608, 96     # six epochs
     config.data.eval = 'dev'
     config.input.update({'batch_size': 32, 'eval_batch_size': 128})

@@ -67,6 +67,7 @@ def _lattice(config):
 
 def _accelerator(config, variant):
   config.input.update({'batch_size': 64, 'eval_batch_size': 256})
+  config.model.unroll = 4
   config.total_steps, config.optim.warmup_steps = 20_000, 500
   config.optim.update({'name': 'adamw', 'learning_rate': 5e-4, 'end_rate': 5e-6, 'decay': 1e-4, 'ema': 0.999})
   config.log_steps, config.eval_steps, config.checkpoint.steps = 100, 2000, 2000

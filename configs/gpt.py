@@ -34,7 +34,8 @@ def get_config(variant: str = '') -> ConfigDict:
   config.optim.update({'name': 'adamw', 'learning_rate': 1e-3, 'end_rate': 1e-4, 'decay': 0.1, 'beta2': 0.99})
   if variant in ('full', 'modern'):
     config.data.length = 1024
-    config.model.update({'width': 768, 'layers': 12, 'heads': 12, 'dropout': 0.0, 'activation': 'gelu_tanh'})
+    config.model.update({'width': 768, 'layers': 12, 'heads': 12, 'dropout': 0.0, 'activation': 'gelu_tanh',
+                         'unroll': 12})
     config.total_steps, config.optim.warmup_steps = 20_000, 700
     config.optim.update({'learning_rate': 6e-4, 'end_rate': 6e-5, 'beta2': 0.95})
     config.input.batch_size = config.input.eval_batch_size = 32
@@ -59,7 +60,7 @@ def get_config(variant: str = '') -> ConfigDict:
   if variant == 'shakespeare':     # nanoGPT's size for a GPU
     config.data.length = 256
     config.model.update({'width': 384, 'layers': 6, 'heads': 6, 'bias': False, 'positions': 'rope', 'dropout': 0.25,
-                         'attention_dropout': 0.2})
+                         'attention_dropout': 0.2, 'unroll': 6})
     config.total_steps, config.optim.warmup_steps, config.optim.ema = 3000, 100, 0.998
     config.input.batch_size = config.input.eval_batch_size = 64
     config.log_steps, config.eval_steps, config.checkpoint.steps = 50, 250, 250

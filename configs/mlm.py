@@ -32,11 +32,13 @@ def get_config(variant: str = '') -> ConfigDict:
   if variant in ('full', 'modern', 'distil'):
     config.total_steps, config.optim.warmup_steps = 45_000, 1000
     config.input.batch_size = config.input.eval_batch_size = 256
+    config.model.unroll = 6
     config.log_steps, config.eval_steps, config.checkpoint.steps = 100, 2500, 2500
     if variant == 'modern':
       config.model.update({'positions': 'rope', 'qk_norm': True, 'activation': 'relu2', 'bias': False})
     if variant == 'distil':
       config.model.layers, config.distill.teacher, config.optim.learning_rate = 3, 'runs/mlm-full', 5e-4
+      config.model.unroll = 3
     return config
   if variant and variant not in VARIANTS:
     raise ConfigError(f'configs/mlm.py has no variant {variant!r}; there are {", ".join(VARIANTS)}')

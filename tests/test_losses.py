@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from lab.nn import losses
 
@@ -41,3 +42,35 @@ def test_kl_of_a_class_that_the_teacher_rules_out_is_finite():
   teacher, student = jnp.array([0.0, 0.0, -jnp.inf]), jnp.zeros(3)
   np.testing.assert_allclose(losses.kl(teacher, student, 1.0), np.log(1.5), rtol=1e-6)   # ln(1/2 / 1/3)
   assert np.isfinite(jax.grad(lambda s: losses.kl(teacher, s, 1.0))(student)).all()
+
+
+@pytest.mark.parametrize('dtype, bound', [('float32', 1e-5), ('bfloat16', 2e-2)])
+@pytest.mark.parametrize('biased', [False, True])
+def test_a_projected_cross_entropy_has_the_values_and_gradients_of_the_plain_one(dtype, bound, biased):
+  """Five classes and three rows that fill the matrix up; relative to the largest number of each gradient."""
+  rng = np.random.default_rng(2)
+  states, matrix, bias = (jnp.array(rng.normal(size=s), 'f') for s in ((2, 6, 16), (8, 16), (8,)))
+  states, bias = states.astype(dtype), bias if biased else None
+  labels, slope = jnp.array(rng.integers(5, size=(2, 6))), jnp.array(rng.normal(size=(2, 6)), 'f')
+
+  def plain(states, matrix, bias):
+    logits = states.astype('f') @ matrix[:5].astype(dtype).astype('f').T + (0 if bias is None else bias[None, None, :5])
+    return (losses.cross_entropy(logits, labels) * slope).sum(), logits.argmax(-1) == labels
+
+  def ours(states, matrix, bias):
+    nats, right = losses.projected(states, matrix, bias, labels, 5)
+    return (nats * slope).sum(), right
+  which = (0, 1, 2) if biased else (0, 1)
+  (a, hits), found = jax.value_and_grad(ours, which, has_aux=True)(states, matrix, bias)
+  (b, wanted), expected = jax.value_and_grad(plain, which, has_aux=True)(states, matrix, bias)
+  assert (hits == wanted).all() and found[1].dtype == jnp.float32 and found[0].dtype == states.dtype
+  np.testing.assert_allclose(a, b, rtol=bound, atol=bound)
+  for x, y in zip(found, expected):
+    np.testing.assert_allclose(np.float32(x), np.float32(y), atol=bound * float(jnp.abs(y).max()))
+  assert not np.asarray(found[1])[5:].any()
+
+
+def test_of_labels_that_share_the_largest_logit_each_counts_as_right():
+  nats, right = losses.projected(jnp.ones((3, 2)), jnp.ones((4, 2)), None, jnp.array([0, 1, 2]), 3)
+  np.testing.assert_allclose(nats, np.log(3), rtol=1e-6)
+  assert right.all()

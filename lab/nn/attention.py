@@ -8,19 +8,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lab.nn.products import contract
+
 IMPLEMENTATIONS = ('auto', 'plain', 'flash')
+TILE = 64        # queries of a tile of these kernels
 MAX_HEAD = 128   # of cuDNN's kernels on every GPU that has them
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False, segments: jax.Array | None = None,
-           key_segments: jax.Array | None = None, mask: jax.Array | None = None, implementation: str = 'auto',
-           dropout: float = 0.0, key: jax.Array | None = None) -> jax.Array:
+           key_segments: jax.Array | None = None, mask: jax.Array | None = None, lengths: jax.Array | None = None,
+           implementation: str = 'auto', dropout: float = 0.0, key: jax.Array | None = None) -> jax.Array:
   """softmax(q k / sqrt(Dh)) v over what a query sees: q [B, S, H, Dh], k and v [B, T, H, Dh] -> [B, S, H, Dh].
 
   The result has q's dtype, the softmax is float32 (Vaswani et al. 2017, arXiv 1706.03762, equation 1). A query sees key
   t if all of these allow it: causal, t <= s; segments i32[B, S] and key_segments i32[B, T] (those of the queries where
-  not given), equal and not 0; mask, bool, broadcastable to [B, H, S, T]. A query that sees no key gives exactly 0, and
-  gradients of exactly 0. dropout is the share of weights set to 0, drawn from key.
+  not given), equal and not 0; lengths i32[B], s and t below them, which says for self-attention what segments of a
+  single document a row say, and costs a kernel less; mask, bool, broadcastable to [B, H, S, T]. A query that sees no
+  key gives exactly 0, and gradients of exactly 0. dropout is the share of weights set to 0, drawn from key.
 
   implementation: 'plain', einsums; 'flash', cuDNN's kernel on an NVIDIA GPU (ValueError where it does not apply: see
   `_obstacle`); 'auto', flash where it applies. Reverse-mode derivatives only.
@@ -31,15 +35,20 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False, se
     raise ValueError('key_segments without segments')
   if dropout and key is None:
     raise ValueError(f'dropout = {dropout} without a key')
+  if segments is not None and lengths is not None:
+    raise ValueError('segments and lengths: expected one of them')
   if segments is not None and key_segments is None:
     key_segments = segments
   if implementation != 'plain':
     obstacle = _obstacle(q, k, segments, mask, dropout)
+    rows = 1 if obstacle or segments is not None or q.shape != k.shape else _rows_a_tile(q)
+    if rows > 1:
+      return _side_by_side(q, k, v, causal, lengths, rows)
     if not obstacle:
-      return _flash(q, k, v, causal, segments, key_segments)
+      return _flash(q, k, v, causal, segments, key_segments, lengths)
     if implementation == 'flash':
       raise ValueError(f'flash attention: {obstacle}')
-  return _plain(q, k, v, _visible(q, k, causal, segments, key_segments, mask), dropout, key)
+  return _plain(q, k, v, _visible(q, k, causal, segments, key_segments, mask, lengths), dropout, key)
 
 
 def positions(segments: jax.Array) -> jax.Array:
@@ -57,21 +66,31 @@ def rope(x: jax.Array, positions: jax.Array, base: float = 10000.0) -> jax.Array
   Feature i is paired with i + Dh/2, as in LLaMA. Angles are float32, the result has x's dtype. On a plane, positions
   are i32[B, S, 2]: the first half of the features turns by the row, the second by the column.
   """
+  return turned(x, *angles(positions, x.shape[-1], base))
+
+
+def angles(positions: jax.Array, features: int, base: float = 10000.0) -> tuple[jax.Array, jax.Array]:
+  """Cosines and sines for `turned`, the same for all heads and layers; features: Dh.
+
+  f32[B, S, 1, A, Dh/2A] each, of A axes: 1, or 2 on a plane.
+  """
   parts = positions.shape[2] if positions.ndim == 3 else 1
-  if x.shape[-1] % (2 * parts):
-    raise ValueError(f'rope: heads of {x.shape[-1]} features; expected a multiple of {2 * parts}')
-  if parts > 1:
-    return jnp.concatenate([rope(part, positions[..., i], base)
-                            for i, part in enumerate(jnp.split(x, parts, -1))], -1)
-  half = x.shape[-1] // 2
-  frequencies = (base ** -(np.arange(half) / half)).astype(np.float32)
-  angles = (positions.astype(jnp.float32)[:, :, None] * frequencies[None, None])[:, :, None]    # [B, S, 1, Dh/2]
-  cos, sin = jnp.cos(angles), jnp.sin(angles)
-  first, second = jnp.split(x.astype(jnp.float32), 2, -1)
-  return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+  if features % (2 * parts):
+    raise ValueError(f'rope: heads of {features} features; expected a multiple of {2 * parts}')
+  half = features // (2 * parts)
+  frequencies = (base ** -(np.arange(half) / half)).astype(np.float32).reshape(1, 1, 1, 1, half)
+  angle = positions.astype(jnp.float32).reshape(*positions.shape[:2], 1, parts, 1) * frequencies
+  return jnp.cos(angle), jnp.sin(angle)
 
 
-def _visible(q, k, causal, segments, key_segments, mask) -> jax.Array | None:
+def turned(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+  """x [B, S, H, Dh] rotated by `angles`, in float32; the result has x's dtype."""
+  pairs = x.astype(jnp.float32).reshape(*x.shape[:3], cos.shape[3], 2, cos.shape[4])
+  first, second = pairs[..., 0, :], pairs[..., 1, :]
+  return jnp.stack([first * cos - second * sin, second * cos + first * sin], -2).reshape(x.shape).astype(x.dtype)
+
+
+def _visible(q, k, causal, segments, key_segments, mask, lengths=None) -> jax.Array | None:
   """Which keys each query sees, bool, broadcastable to [B, H, S, T]; None: all of them."""
   parts = []
   if causal:
@@ -80,6 +99,10 @@ def _visible(q, k, causal, segments, key_segments, mask) -> jax.Array | None:
   if segments is not None:
     own = segments[:, None, :, None]
     parts.append((own == key_segments[:, None, None]) & (own > 0))
+  if lengths is not None:
+    real = lengths.reshape(-1, 1, 1, 1)
+    parts += [jax.lax.broadcasted_iota(jnp.int32, (1, 1, q.shape[1], 1), 2) < real,
+              jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, k.shape[1]), 3) < real]
   if mask is not None:
     parts.append(mask.reshape((1,) * (4 - mask.ndim) + mask.shape))
   visible = None
@@ -89,7 +112,7 @@ def _visible(q, k, causal, segments, key_segments, mask) -> jax.Array | None:
 
 
 def _plain(q, k, v, visible, dropout, key):
-  scores = _scores(q, k) * q.shape[-1]**-0.5
+  scores = contract('bshd,bthd->bhst', q, k) * q.shape[-1]**-0.5
   if visible is None:
     weights = jax.nn.softmax(scores)
   else:
@@ -101,27 +124,14 @@ def _plain(q, k, v, visible, dropout, key):
   return jnp.einsum('bhst,bthd->bshd', weights.astype(v.dtype), v).astype(q.dtype)
 
 
-@jax.custom_vjp
-def _scores(q, k):
-  """q [B, S, H, Dh] k [B, T, H, Dh] -> f32[B, H, S, T].
-
-  The gradient is rounded to the factors' dtype before it is multiplied, as flash attention does; without this rule the
-  products of the gradient would be float32, the slow ones of an accelerator.
-  """
-  return jnp.einsum('bshd,bthd->bhst', q, k, preferred_element_type=jnp.float32)
-
-
-def _scores_backward(factors, gradient):
-  q, k = factors
-  return (jnp.einsum('bhst,bthd->bshd', gradient.astype(k.dtype), k).astype(q.dtype),
-          jnp.einsum('bhst,bshd->bthd', gradient.astype(q.dtype), q).astype(k.dtype))
-
-
-_scores.defvjp(lambda q, k: (_scores(q, k), (q, k)), _scores_backward)
-
-
-def _flash(q, k, v, causal, segments, key_segments):
+def _flash(q, k, v, causal, segments, key_segments, lengths):
   """cuDNN's kernel; segments become a bias [B, 1, S, T] there, so that memory is one H-th of the plain path's."""
+  if lengths is not None:
+    least = jnp.maximum(lengths, 1)      # the kernel wants a key; what padding gets is taken away again
+    y = jax.nn.dot_product_attention(q, k, v, is_causal=causal, query_seq_lengths=least, key_value_seq_lengths=least,
+                                     implementation='cudnn')
+    real = jnp.arange(q.shape[1])[None] < lengths[:, None]
+    return jnp.where(real[..., None, None], y, 0)
   mask = _visible(q, k, False, segments, key_segments, None)      # causal is the kernel's own: it skips what is hidden
   if mask is None:
     return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation='cudnn')
@@ -130,6 +140,23 @@ def _flash(q, k, v, causal, segments, key_segments):
   alive = jnp.any(_visible(q, k, causal, segments, key_segments, None), -1, keepdims=True)      # [B, 1, S, 1]
   y = jax.nn.dot_product_attention(q, k, v, mask=mask | ~alive, is_causal=causal, implementation='cudnn')
   return jnp.where(alive[:, 0, :, :, None], y, 0)
+
+
+def _rows_a_tile(q) -> int:
+  """How many short rows fill a tile of the kernel; it takes as long for one."""
+  return next((n for n in range(TILE // q.shape[1], 1, -1) if q.shape[0] % n == 0), 1)
+
+
+def _side_by_side(q, k, v, causal, lengths, rows):
+  """Self-attention of short rows, several in one, as segments of it."""
+  batch, steps = q.shape[:2]
+  wide = lambda x: x.reshape(batch // rows, rows * steps, *x.shape[2:])
+  at = jnp.arange(rows * steps)[None]
+  segments = 1 + at // steps
+  if lengths is not None:
+    real = at % steps < jnp.repeat(lengths.reshape(-1, rows), steps, 1)
+    segments = jnp.where(real, segments, 0)
+  return _flash(wide(q), wide(k), wide(v), causal, segments, segments, None).reshape(q.shape)
 
 
 def _obstacle(q, k, segments, mask, dropout) -> str:

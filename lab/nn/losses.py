@@ -1,5 +1,7 @@
 """Losses of categorical predictions, in nats, always computed in float32."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -7,8 +9,64 @@ import jax.numpy as jnp
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
   """-log softmax(logits)[label]: logits [..., V], labels i32[...] in 0..V-1 -> f32[...] nats."""
   logits = logits.astype(jnp.float32)
-  picked = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+  # chosen by comparison, for the gradient of a gather is a scatter
+  one = jax.lax.broadcasted_iota(labels.dtype, (1,) * labels.ndim + logits.shape[-1:], labels.ndim)
+  picked = jnp.where(one == labels[..., None], logits, 0).sum(-1)
   return jax.nn.logsumexp(logits, -1) - picked
+
+
+def projected(states: jax.Array, matrix: jax.Array, bias: jax.Array | None, labels: jax.Array, classes: int
+              ) -> tuple[jax.Array, jax.Array]:
+  """cross_entropy of logits = states matrix^T + bias, and whether the label's is the largest, without f32[..., V].
+
+  Of a large vocabulary the logits are most of a step's memory and traffic. Here they are rounded to the dtype of the
+  states and read twice; so is their gradient. Sums, both losses and the gradients of matrix and bias are float32.
+
+  Args:
+    states: [..., D], in the dtype of the products.
+    matrix: f32[V, D].
+    bias: f32[V], or None.
+    labels: i32[...] in 0..classes - 1.
+    classes: rows of the matrix that can be meant; those behind fill it up.
+
+  Returns:
+    (nats f32[...], bool[...]); of labels that share the largest logit each counts as the largest.
+  """
+  lead = states.shape[:-1]
+  nats, right = _projected(states.reshape(-1, states.shape[-1]), matrix, bias, labels.reshape(-1), classes)
+  return nats.reshape(lead), right.reshape(lead)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _projected(states, matrix, bias, labels, classes):
+  return _projected_forward(states, matrix, bias, labels, classes)[0]
+
+
+def _projected_forward(states, matrix, bias, labels, classes):
+  logits = jnp.einsum('nd,vd->nv', states, matrix.astype(states.dtype))
+  if bias is not None:
+    logits = logits + bias.astype(logits.dtype)[None]
+  one = jnp.arange(len(matrix))[None]
+  logits = jnp.where(one < classes, logits, jnp.finfo(logits.dtype).min)
+  wide = logits.astype(jnp.float32)
+  most = wide.max(-1)
+  total = most + jnp.log(jnp.exp(wide - most[:, None]).sum(-1))
+  picked = jnp.where(one == labels[:, None], wide, 0).sum(-1)
+  return (total - picked, picked >= most), (states, matrix, bias, labels, logits, total)
+
+
+def _projected_backward(classes, kept, slopes):
+  del classes
+  states, matrix, bias, labels, logits, total = kept
+  chance = jnp.exp(logits.astype(jnp.float32) - total[:, None])
+  wrong = jnp.where(jnp.arange(len(matrix))[None] == labels[:, None], chance - 1, chance) * slopes[0][:, None]
+  wrong = wrong.astype(states.dtype)
+  to_states = jnp.einsum('nv,vd->nd', wrong, matrix.astype(states.dtype))
+  to_matrix = jnp.einsum('nv,nd->vd', wrong, states, preferred_element_type=jnp.float32)
+  return to_states, to_matrix, None if bias is None else wrong.astype(jnp.float32).sum(0), None
+
+
+_projected.defvjp(_projected_forward, _projected_backward)
 
 
 def kl(teacher_logits: jax.Array, student_logits: jax.Array, temperature: float) -> jax.Array:

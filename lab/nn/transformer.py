@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.experimental import layout
 from jax.sharding import PartitionSpec as P
 
 from lab.nn import attention
@@ -65,25 +66,26 @@ class Transformer(nn.Module):
   shape: Shape
 
   @nn.compact
-  def __call__(self, x: jax.Array, segments: jax.Array | None = None, *, causal: bool = False,
-               positions: jax.Array | None = None, train: bool = False, cache: Any = None,
+  def __call__(self, x: jax.Array, segments: jax.Array | None = None, *, lengths: jax.Array | None = None,
+               causal: bool = False, positions: jax.Array | None = None, train: bool = False, cache: Any = None,
                index: jax.Array | int | None = None):
     """x [B, S, D] -> [B, S, D] in the shape's dtype; with a cache (x, cache).
 
-    segments i32[B, S]: see lab.nn.attention; positions i32[B, S], or i32[B, S, 2] on a plane, are read by rope alone,
-    and count from 0 in each segment unless given. Training, dropout takes the 'dropout' key. With a cache the S tokens
-    take its places index..index + S - 1, index i32[] or, row by row, i32[B], and see the tokens of their segment up to
-    their own place: causal must be True. Rows of different lengths are padded on the right with segment 0, and a row's
-    next token takes the place of its first padding. Places beyond the cache's length are dropped: the caller must not
-    go there.
+    segments i32[B, S] or lengths i32[B]: see lab.nn.attention; positions i32[B, S], or i32[B, S, 2] on a plane (for
+    B also 1), are read by rope alone, and count from 0 in each segment unless given. Training, dropout takes the
+    'dropout' key. With a cache the S tokens take its places index..index + S - 1, index i32[] or, row by row,
+    i32[B], and see the tokens of their segment up to their own place: causal must be True. Rows of different
+    lengths are padded on the right with segment 0, and a row's next token takes the place of its first padding.
+    Places beyond the cache's length are dropped: the caller must not go there.
     """
     c = self.shape
     _check(c)
     if cache is not None:
       cached = {'key': cache['key'], 'value': cache['value']}
-      where, held = _in_cache(x, segments, positions, cache, index, causal)
+      where, held = _in_cache(c, x, segments, positions, cache, index, causal)
     else:
-      cached, where = None, _Where(segments, _count(c, x, segments, positions), None, None)
+      cached = None
+      where = _Where(segments, lengths, _turn(c, _count(c, x, segments, positions)), None, None)
     block = nn.remat(Block, prevent_cse=False, policy=KEPT[c.remat_keep]) if c.remat else Block
     blocks = nn.scan(block, variable_axes={'params': 0}, split_rngs={'params': True, 'dropout': True},
                      in_axes=(0, nn.broadcast), length=c.layers, unroll=c.unroll)
@@ -107,6 +109,16 @@ def by_batch(x: jax.Array) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, P(axes))
 
 
+def in_order(x: jax.Array) -> jax.Array:
+  """[B, S, D] as it is, on a GPU stored row after row.
+
+  Left to itself the compiler may store a stream token after token, and transpose it for every product and kernel.
+  """
+  if jax.default_backend() != 'gpu':
+    return x
+  return layout.with_layout_constraint(x, layout.Layout(tuple(range(x.ndim))))
+
+
 def cache(shape: Shape, batch: int, length: int, dtype: str | None = None) -> dict[str, jax.Array]:
   """An empty cache of T = length places: key and value [L, B, T, H, Dh] in dtype (the shape's), segments i32[B, T]."""
   size = (shape.layers, batch, length, shape.heads, shape.width // shape.heads)
@@ -118,7 +130,8 @@ def cache(shape: Shape, batch: int, length: int, dtype: str | None = None) -> di
 class _Where(NamedTuple):
   """Who sees whom, the same in all layers."""
   segments: jax.Array | None     # i32[B, S]
-  positions: jax.Array | None    # i32[B, S]
+  lengths: jax.Array | None      # i32[B]
+  angles: Any                    # of rope, see attention.angles; None without
   places: jax.Array | None       # i32[B, S], in the cache
   mask: jax.Array | None         # bool[B, 1, S, T], of the cache
 
@@ -132,7 +145,7 @@ class Block(nn.Module):
   @nn.compact
   def __call__(self, x, cached, where):
     c = self.shape
-    pre, x = c.norm == 'pre', by_batch(x)
+    pre, x = c.norm == 'pre', in_order(by_batch(x))
     drop = nn.Dropout(c.dropout, deterministic=not self.train)
     norm0, norm1 = (_norm(c, c.dtype if pre else jnp.float32, name) for name in ('norm0', 'norm1'))
     y, cached = Attention(c, self.causal, self.train, name='attention')(norm0(x) if pre else x, cached, where)
@@ -153,17 +166,21 @@ class Attention(nn.Module):
   def __call__(self, x, cached, where):
     c = self.shape
     batch, steps, width = x.shape
-    qkv = _dense(c, 3 * width, 'qkv')(x).reshape(batch, steps, c.heads, 3, width // c.heads)
-    q, k, v = (qkv[:, :, :, i] for i in range(3))
+    x = x.astype(c.dtype)
+    kernel, bias = Weights(c, 3 * width, name='qkv')(width)
+    # a product each: what one of all would give had to be copied apart
+    q, k, v = (_product(x, part, each) for part, each in zip(
+        _parts(kernel, c.heads, 3), _parts(bias, c.heads, 3) if c.bias else (None,) * 3))
+    q, k, v = (y.reshape(batch, steps, c.heads, width // c.heads) for y in (q, k, v))
     if c.qk_norm:      # Henry et al. 2020, arXiv 2010.04245, with RMS in place of length
       norm = functools.partial(nn.RMSNorm, epsilon=c.eps, dtype=c.dtype)
       q, k = norm(name='query_norm')(q), norm(name='key_norm')(k)
     if c.rope:
-      q, k = attention.rope(q, where.positions), attention.rope(k, where.positions)
+      q, k = attention.turned(q, *where.angles), attention.turned(k, *where.angles)
     rate = c.attention_dropout if self.train else 0.0
     see = functools.partial(attention.attend, dropout=rate, key=self.make_rng('dropout') if rate else None)
     if cached is None:
-      y = see(q, k, v, causal=self.causal, segments=where.segments, implementation=c.attention)
+      y = see(q, k, v, causal=self.causal, segments=where.segments, lengths=where.lengths, implementation=c.attention)
     else:
       cached = {'key': _write(cached['key'], k, where.places), 'value': _write(cached['value'], v, where.places)}
       # flash takes no mask
@@ -177,12 +194,41 @@ class MLP(nn.Module):
 
   @nn.compact
   def __call__(self, x):
-    c, gated = self.shape, self.shape.activation in GATED
-    hidden = c.hidden or 4 * c.width
-    y = _dense(c, 2 * hidden if gated else hidden, 'up')(x)
-    gate, value = jnp.split(y, 2, -1) if gated else (y, None)
-    y = ACTIVATIONS[c.activation](gate)
-    return _dense(c, c.width, 'down', joins=True)(y * value if gated else y)
+    c, number = self.shape, 1 + (self.shape.activation in GATED)
+    x = x.astype(c.dtype)
+    kernel, bias = Weights(c, number * (c.hidden or 4 * c.width), name='up')(x.shape[-1])
+    made = [_product(x, part) for part in _parts(kernel, 1, number)]
+
+    @jax.checkpoint      # kept for the backward pass is what goes in, which the products have written anyway
+    def activate(made, biases):
+      made = [y if each is None else y + each.astype(y.dtype)[None, None] for y, each in zip(made, biases)]
+      y = ACTIVATIONS[c.activation](made[0])
+      return y * made[1] if number > 1 else y
+    biases = _parts(bias, 1, number) if c.bias else (None,) * number
+    return _dense(c, c.width, 'down', joins=True)(activate(made, biases))
+
+
+class Weights(nn.Module):
+  """Declares a kernel f32[inputs, features] and a bias f32[features], or None, and gives them back."""
+  shape: Shape
+  features: int
+
+  @nn.compact
+  def __call__(self, inputs: int):
+    c = self.shape
+    kernel = self.param('kernel', nn.initializers.normal(c.deviation), (inputs, self.features), jnp.float32)
+    return kernel, self.param('bias', nn.initializers.zeros_init(), (self.features,), jnp.float32) if c.bias else None
+
+
+def _parts(x, groups: int, number: int):
+  """Columns [..., groups, number, F] of kernels and biases -> number arrays [..., groups F]."""
+  split = x.reshape(*x.shape[:-1], groups, number, -1)
+  return [split[..., i, :].reshape(*x.shape[:-1], -1) for i in range(number)]
+
+
+def _product(x, kernel, bias=None):
+  y = jnp.dot(x, kernel.astype(x.dtype))
+  return y if bias is None else y + bias.astype(x.dtype)[None, None]
 
 
 def _dense(c: Shape, features: int, name: str, joins: bool = False) -> nn.Dense:
@@ -212,10 +258,15 @@ def _count(c: Shape, x, segments, positions):
     return positions
   if segments is not None:
     return attention.positions(segments)
-  return jnp.broadcast_to(jnp.arange(x.shape[1])[None], x.shape[:2])
+  return jnp.arange(x.shape[1])[None]
 
 
-def _in_cache(x, segments, positions, cache, index, causal) -> tuple[_Where, jax.Array]:
+def _turn(c: Shape, positions):
+  """Angles of rope, made once for all layers."""
+  return attention.angles(positions, c.width // c.heads) if c.rope else None
+
+
+def _in_cache(c, x, segments, positions, cache, index, causal) -> tuple[_Where, jax.Array]:
   """Where new tokens go and what they see there; and the cache's segments with them, i32[B, T]."""
   if not causal or index is None:
     raise ValueError('a cache needs causal=True and an index')
@@ -230,7 +281,7 @@ def _in_cache(x, segments, positions, cache, index, causal) -> tuple[_Where, jax
   visible = (own == held[:, None]) & (own > 0) & earlier      # [B, S, T]
   if positions is None:
     positions = jnp.maximum(jnp.sum(visible, -1, dtype=jnp.int32) - 1, 0)
-  return _Where(None, positions, places, visible[:, None]), held
+  return _Where(None, None, _turn(c, positions), places, visible[:, None]), held
 
 
 def _write(held, new, places):

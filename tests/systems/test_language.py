@@ -88,6 +88,40 @@ def test_a_causal_model_sees_nothing_ahead_and_no_padding(positions):
   np.testing.assert_allclose(run(other, padded)[:, :9], whole[:, :9], atol=1e-5)
 
 
+@pytest.mark.parametrize('objective', ['mlm', 'gpt'])
+def test_rows_of_one_document_need_no_segments(objective):
+  """With documents = together the same loss and gradients, padding behind included, and no mask of all pairs."""
+  config, batch = small(objective), batch_of(3)
+  batch['segments'] = (np.arange(16)[None] < np.array([16, 9, 4])[:, None]).astype(np.int32)
+  batch['weights'] = batch['weights'] * batch['segments']
+  if objective == 'mlm':
+    batch |= {'places': np.tile(np.arange(4, dtype=np.int32), (3, 1)), 'labels': batch['labels'][:, :4],
+              'weights': batch['weights'][:, :4]}
+  net, params = made(config, batch)
+  config.data.documents = 'together'
+  whole, _ = made(config, batch)
+  assert whole.whole and not net.whole
+
+  def run(net):
+    def loss(params):
+      (total, weight), = objectives.OBJECTIVES[objective](net, params, batch, {})[0].values()
+      return total / weight
+    return jax.jit(jax.value_and_grad(loss))(params)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), run(net), run(whole))
+
+
+@pytest.mark.parametrize('dtype, bound', [('float32', 1e-5), ('bfloat16', 3e-3)])
+@pytest.mark.parametrize('objective', ['mlm', 'gpt'])
+def test_training_s_loss_is_evaluation_s(objective, dtype, bound):
+  config, batch = small(objective, dtype=dtype), batch_of(8)
+  if objective == 'mlm':
+    batch |= {'places': np.tile(np.arange(4, dtype=np.int32), (8, 1)), 'labels': batch['labels'][:, :4],
+              'weights': batch['weights'][:, :4]}
+  net, params = made(config, batch)
+  a, b = (objectives.OBJECTIVES[objective](net, params, batch, *rngs)[0] for rngs in ((), ({},)))
+  np.testing.assert_allclose(a[objective], b[objective], rtol=bound)
+
+
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('objective', ['mlm', 'gpt'])
 def test_a_row_of_padding_adds_exactly_nothing(objective, dtype):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from data_pipelines.packs import CONT, END, FIRST
 from ml_collections import FrozenConfigDict
 
+from lab.nn.products import contract
 from lab.nn.transformer import Shape, Transformer
 from lab.systems.agent.memory import Memory
 
@@ -141,7 +142,7 @@ class Level(nn.Module):
     m = self.model
     shape = Shape(width=self.width, heads=m.heads, layers=m.layers, hidden=m.hidden * self.width,
                   activation='gelu_tanh', rms=True, dropout=m.dropout, eps=1e-6, deviation=self.width**-0.5,
-                  dtype=m.dtype, remat=m.remat)
+                  dtype=m.dtype, remat=m.remat, unroll=m.layers)      # few, so a loop would cost more
     self.encoder, self.decoder = Transformer(shape), Transformer(shape)
     normal = nn.initializers.normal(1.0)
     self.places = self.param('places', normal, (self.length, self.width), jnp.float32)
@@ -162,7 +163,7 @@ class Level(nn.Module):
     batch, rows, length, width = units.shape
     x = (units + self.places[None, None]).reshape(batch * rows, length, width)
     flat = real.reshape(batch * rows, length)
-    states = self._through(self.encoder, x, flat.astype(jnp.int32), train)
+    states = self._through(self.encoder, x, flat.sum(1, dtype=jnp.int32), train)
     vectors = _normed(self.compressor(states, flat))
     return states.reshape(units.shape), vectors.reshape(batch, rows, self.above)
 
@@ -176,16 +177,16 @@ class Level(nn.Module):
     return Decoded(_normed(x).reshape(batch, rows, self.length, self.width),
                    self.ends(flat).reshape(batch, rows, self.length))
 
-  def _through(self, layers, x, segments, train):
+  def _through(self, layers, x, lengths, train):
     for _ in range(self.model.repeats):
-      x = layers(x, segments, train=train)
+      x = layers(x, lengths=lengths, train=train)
     return x
 
   def logits(self, units, table):
     """See Tree.logits; units and table have a mean square of about 1, products grow with the root of the width."""
     dtype = jnp.dtype(self.model.dtype)
     rule = 'brld,vd->brlv' if table.ndim == 2 else 'brld,bvd->brlv'
-    found = jnp.einsum(rule, units.astype(dtype), table.astype(dtype), preferred_element_type=jnp.float32)
+    found = contract(rule, units.astype(dtype), table.astype(dtype))
     return found * (jnp.exp(self.scale[0]) * self.width**-0.5)
 
   def guess(self, states, table):

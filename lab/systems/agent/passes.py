@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from data_pipelines.packs import CONT, FIRST, PAD
 
+from lab.nn.products import lookup
 from lab.systems.agent import memory
 
 
@@ -77,10 +78,11 @@ def up(net, params, levels: list[Rows], others: list[jax.Array] | None = None, r
   for level, found in enumerate(levels):
     valid = levels[level - 1].valid if level else None
     table, extra = net.apply(params, level, below, valid, method='table')
-    ids, count = found.ids, found.ids.shape[1]
+    ids, count = jnp.asarray(found.ids), found.ids.shape[1]
     if others is not None:
       ids = jnp.concatenate([ids, others[level]], 1)
-    units, real = taken(table, ids), jnp.concatenate([found.real] * (ids.shape[1] // count), 1)
+    units = lookup(table, ids) if table.ndim == 2 else jax.vmap(lookup)(table, ids)
+    real = jnp.concatenate([found.real] * (ids.shape[1] // count), 1)
     states, vectors = net.apply(params, level, units, real, rngs is not None, method='up', rngs=rngs)
     below = vectors[:, :count]
     out.append(Up(table, extra, units[:, :count], below, states[:, count:], vectors[:, count:]))

@@ -29,13 +29,13 @@ def keys(number: jax.Array, stream: int) -> jax.Array:
 def tokens(grid: jax.Array, size: jax.Array, layout: str) -> tuple[jax.Array, jax.Array]:
   """Grids u8[B, M, M] (255 outside) of sizes i32[B, 2] -> tokens i32[B, S], and their rows and columns i32[B, S, 2].
 
-  projected: every cell of the canvas, row by row. sequence: the rows of the grid one after the other, each with a token
-  for its end, then PAD, whose place is 0, 0.
+  projected: every cell of the canvas, row by row; where they lie is the same for all, i32[1, S, 2]. sequence: the rows
+  of the grid one after the other, each with a token for its end, then PAD, whose place is 0, 0.
   """
   side = grid.shape[1]
   cells = jnp.where(grid == OUTSIDE, PAD, grid).astype(jnp.int32)
   if layout == 'projected':
-    return cells.reshape(len(grid), -1), jnp.broadcast_to(raster(side, layout)[None], (len(grid), side * side, 2))
+    return cells.reshape(len(grid), -1), raster(side, layout)[None]
   row, column = jnp.divmod(jnp.arange(length(side, layout))[None], size[:, 1:] + 1)
   inside = row < size[:, :1]
   at = (jnp.arange(len(grid))[:, None], jnp.minimum(row, side - 1), jnp.minimum(column, side - 1))

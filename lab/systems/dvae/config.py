@@ -79,6 +79,7 @@ def _network(config) -> None:
       'dropout': 0.0,
       'attention': 'auto',       # plain, flash (a GPU's kernel), or auto
       'remat': False,            # recompute a layer in the backward pass instead of keeping what it computed
-      'unroll': 1,               # layers an iteration of the loop over them
+      'unroll': 1,               # layers an iteration of the loop over them; all of them are faster on a GPU, and
+                                 # take longer to compile
       'dtype': 'bfloat16',       # of products; parameters, norms, softmax and losses are float32
   })

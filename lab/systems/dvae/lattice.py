@@ -16,6 +16,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from lab.nn.products import lookup
 from lab.nn.transformer import Shape, Transformer
 from lab.systems.dvae import canvas
 
@@ -99,15 +100,15 @@ class Lattice(nn.Module):
     grid = _renamed(ids, jnp.argsort(head.colours, 1)).reshape(batch, self.side, self.side)
     held = jnp.where((i >= 0) & (j >= 0), _each(grid, i, j), canvas.PAD)
     held = held.reshape(batch, rows * columns, -1)
-    x = sum(jnp.take(self.tokens[n], held[..., n], 0) for n in range(held.shape[-1])) + self._size(head)
+    x = sum(lookup(self.tokens[n], held[..., n]) for n in range(held.shape[-1])) + self._size(head)
     if self.model.absolute:
       x = x + (self.places[0, :rows, None] + self.places[1, None, :columns]).reshape(1, rows * columns, -1)
-    return self.encoder(x, positions=self._where(batch), train=train)
+    return self.encoder(x, positions=self._where(), train=train)
 
   def draw(self, x, head: Header, train: bool = False):
     """f32[B, N, D] -> logits f32[B, S, V]."""
     batch, side, (rows, columns) = len(x), self.side, self.axes
-    x = self.decoder(x + self._size(head), positions=self._where(batch), train=train)
+    x = self.decoder(x + self._size(head), positions=self._where(), train=train)
     logits = self.readout(x).astype(jnp.float32).reshape(batch, rows, columns, *self.cells, -1)
     (i, m), (j, n) = (owners(head.extents[:, axis], self.axes[axis], side) for axis in (0, 1))
     i, m, j, n = i[:, :, None], m[:, :, None], j[:, None], n[:, None]                      # [B, M, M]
@@ -118,11 +119,11 @@ class Lattice(nn.Module):
     return jnp.where((row[:, :, None] & column[:, None])[..., None], logits, outside).reshape(batch, side * side, -1)
 
   def _size(self, head):
-    return sum(jnp.take(self.extents[axis], head.extents[:, axis], 0) for axis in (0, 1))[:, None]
+    return sum(lookup(self.extents[axis], head.extents[:, axis]) for axis in (0, 1))[:, None]
 
-  def _where(self, batch):
-    at = jnp.stack(jnp.divmod(jnp.arange(self.axes[0] * self.axes[1]), self.axes[1]), -1).astype(jnp.int32)
-    return jnp.broadcast_to(at[None], (batch, *at.shape))
+  def _where(self):
+    at = jnp.stack(jnp.divmod(jnp.arange(self.axes[0] * self.axes[1]), self.axes[1]), -1)
+    return at.astype(jnp.int32)[None]
 
 
 def _each(x, *places):

@@ -53,7 +53,7 @@ class DVAE(nn.Module):
       self.expand = nn.Dense(m.width, kernel_init=nn.initializers.lecun_normal(), dtype=jnp.float32)
 
   def encode(self, ids, places, head=None, train: bool = False):
-    """ids i32[B, S], places i32[B, S, 2] -> f32[B, N, .]: logits of codes, channels of fsq, or else latents.
+    """ids i32[B, S], places i32[B or 1, S, 2] -> f32[B, N, .]: logits of codes, channels of fsq, or else latents.
 
     head: a lattice's header of the grids (see `header`); None for a pool.
     """

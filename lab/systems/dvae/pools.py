@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from lab.nn import attention
+from lab.nn.products import lookup
 from lab.nn.transformer import MLP, Shape, Transformer
 from lab.systems.dvae import canvas
 
@@ -32,18 +33,18 @@ class Pooled(nn.Module):
     self.readout = nn.Dense(canvas.VOCABULARY, use_bias=False, kernel_init=start, dtype=self.shape.dtype)
 
   def look(self, ids, places, head=None, train: bool = False):
-    """ids i32[B, S], places i32[B, S, 2] -> f32[B, N, D]; there is no header."""
+    """ids i32[B, S], places i32[B or 1, S, 2] -> f32[B, N, D]; there is no header."""
     del head
-    x = jnp.take(self.tokens, ids, 0)
+    x = lookup(self.tokens, ids)
     if self.model.absolute:      # rotations tell how tokens lie to each other; the pool has to find them by their place
-      x = x + jnp.take(self.places[0], places[..., 0], 0) + jnp.take(self.places[1], places[..., 1], 0)
+      x = x + lookup(self.places[0], places[..., 0]) + lookup(self.places[1], places[..., 1])
     return self.pool(self.encoder(x, positions=places, train=train), train)
 
   def draw(self, x, head=None, train: bool = False):
     """f32[B, N, D] -> logits f32[B, S, V]."""
     del head
     x = self.unpool(x, train)
-    places = jnp.broadcast_to(canvas.raster(self.side, self.layout)[None], (*x.shape[:2], 2))
+    places = canvas.raster(self.side, self.layout)[None]
     return self.readout(self.decoder(x, positions=places, train=train)).astype(jnp.float32)
 
 

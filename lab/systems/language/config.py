@@ -69,6 +69,7 @@ def _body(config) -> None:
       'attention': 'auto',       # plain, flash (a GPU's kernel), or auto
       'remat': False,            # recompute a layer in the backward pass instead of keeping what it computed
       'remat_keep': 'nothing',   # of a recomputed layer: nothing, or the products of its weights: faster, more memory
-      'unroll': 1,               # layers an iteration of the loop over them
+      'unroll': 1,               # layers an iteration of the loop over them; all of them are faster on a GPU, and
+                                 # take longer to compile
       'dtype': 'bfloat16',       # of products; parameters, norms, softmax and losses are float32
   })

@@ -126,7 +126,7 @@ def masked(net, teacher, d, params, batch, rngs):
   goal_states, goal = teacher.apply(theirs, *inputs, method='both')
   states, logits = net.apply({'params': params}, *inputs, True, method='both', rngs=rngs)
   weights = batch['weights'] * batch['mask'][:, None]
-  terms, sums = objectives.tokens(logits, batch['labels'], weights, 'mlm')
+  terms, sums = objectives.counted(*objectives.judged(logits, batch['labels']), batch, 'mlm')
   apart, count = (losses.kl(goal, logits, d.temperature) * weights).sum(), weights.sum()
   terms['kl'], sums['kl'] = (d.kl * d.temperature**2 * apart, count), (apart, count)
   sums['mlm'] = terms['mlm']

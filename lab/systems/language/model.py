@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from ml_collections import FrozenConfigDict
 
-from lab.nn import attention
+from lab.nn import attention, losses
+from lab.nn.products import lookup
 from lab.nn.transformer import Shape, Transformer
 
 MULTIPLE = 128       # the vocabulary is filled up to one, for the sake of the matrix units
@@ -24,13 +25,20 @@ def make(config, vocabulary: int, labels: int) -> 'Language':
       qk_norm=m.qk_norm, rope=m.positions == 'rope', dropout=m.dropout, attention_dropout=m.attention_dropout,
       eps=m.norm_eps, deviation=m.deviation, dtype=m.dtype, attention=m.attention, remat=m.remat,
       remat_keep=m.remat_keep, unroll=m.unroll)
-  return Language(shape, FrozenConfigDict(m), vocabulary, labels, config.data.length)
+  whole = config.objective == 'classify' or config.data.documents == 'together'
+  return Language(shape, FrozenConfigDict(m), vocabulary, labels, config.data.length, whole)
 
 
 def sinusoids(length: int, width: int) -> jax.Array:
   """f32[length, width]: sines, then cosines, of position / 10000^(2 i / width) (Vaswani et al., section 3.5)."""
   angle = jnp.arange(length)[:, None] / 10000.0**(2 * jnp.arange(width // 2) / width)[None]
   return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], 1)
+
+
+def _at(x: jax.Array, places: jax.Array) -> jax.Array:
+  """Rows of x [B, S, D] at places i32[B, n], as a product with ones and zeros: its gradient is one too, no scatter."""
+  chosen = jax.nn.one_hot(places, x.shape[1], dtype=x.dtype)
+  return jnp.einsum('bns,bsd->bnd', chosen, x, precision='highest')
 
 
 class Language(nn.Module):
@@ -40,6 +48,7 @@ class Language(nn.Module):
   vocabulary: int      # ids that there are
   labels: int          # 0: no classifier
   length: int          # tokens of the longest window
+  whole: bool          # a row is one document, with padding behind: attention needs its length alone
 
   def setup(self):
     m, dtype = self.model, jnp.dtype(self.shape.dtype)
@@ -76,10 +85,10 @@ class Language(nn.Module):
     With a cache, `index` i32[B] is the place of the first id of each row.
     """
     m = self.model
-    at = attention.positions(segments)
+    at = jnp.arange(ids.shape[1])[None] if self.whole else attention.positions(segments)
     if cache is not None:
       at = jnp.arange(ids.shape[1])[None] + index[:, None]
-    x = jnp.take(self.tokens, ids, 0)
+    x = lookup(self.tokens, ids)
     if m.positions == 'learned':
       x = x + jnp.take(self.places, at, 0, mode='clip')
     elif m.positions == 'sinusoid':
@@ -90,20 +99,39 @@ class Language(nn.Module):
     if m.embed_norm:
       x = self.embed_norm(x)
     x = self.drop(x, deterministic=not train)
-    return self.body(x, segments, causal=m.causal, positions=at, train=train, cache=cache, index=index)
+    if not self.whole or cache is not None:
+      return self.body(x, segments, causal=m.causal, positions=at, train=train, cache=cache, index=index)
+    # padding comes last: no token of a causal model sees it
+    lengths = None if m.causal else (segments > 0).sum(1, dtype=jnp.int32)
+    return self.body(x, lengths=lengths, causal=m.causal, positions=at, train=train)
 
   def logits(self, states):
     """[..., width] -> f32[..., rows]: of every id; those that fill the vocabulary up can't be drawn."""
     m, dtype = self.model, jnp.dtype(self.shape.dtype)
-    if m.transform and not m.causal:
-      states = self.transform_norm(nn.gelu(self.transform(states), approximate=False))
     matrix = self.tokens if m.tied else self.head
-    found = jnp.einsum('...d,vd->...v', states.astype(dtype), matrix.astype(dtype),
+    found = jnp.einsum('...d,vd->...v', self._features(states).astype(dtype), matrix.astype(dtype),
                        preferred_element_type=jnp.float32)
     lead = (None,) * (found.ndim - 1)
     if not m.causal:
       found = found + self.head_bias[lead]
     return jnp.where((jnp.arange(self.rows) < self.vocabulary)[lead], found, -1e9)
+
+  def _features(self, states):
+    """What the head's matrix takes, of states [..., width]."""
+    m = self.model
+    if m.transform and not m.causal:
+      return self.transform_norm(nn.gelu(self.transform(states), approximate=False))
+    return states
+
+  def nats(self, ids, segments, labels, places=None, train: bool = False):
+    """Cross-entropy of labels i32[B, n], at the places i32[B, n] or at all n = S, and whether each is the likeliest.
+
+    f32[B, n] nats, bool[B, n], as lab.nn.losses.projected gives them: from logits that are never float32.
+    """
+    x = self.states(ids, segments, train)
+    x = self._features(x if places is None else _at(x, places)).astype(self.shape.dtype)
+    matrix, bias = self.tokens if self.model.tied else self.head, None if self.model.causal else self.head_bias
+    return losses.projected(x, matrix, bias, labels, self.vocabulary)
 
   def masked(self, ids, segments, places, train: bool = False):
     """Logits f32[B, n, rows] at the places i32[B, n]."""
@@ -112,7 +140,7 @@ class Language(nn.Module):
   def both(self, ids, segments, places, train: bool = False):
     """The last states [B, S, width], and logits f32[B, n, rows] at the places i32[B, n]."""
     x = self.states(ids, segments, train)
-    return x, self.logits(jnp.take_along_axis(x, places[..., None], 1))
+    return x, self.logits(_at(x, places))
 
   def following(self, ids, segments, train: bool = False):
     """Logits f32[B, S, rows] of the id that follows each."""

@@ -8,17 +8,24 @@ from lab.nn import losses
 
 
 def masked(net, params, batch, rngs=None):
-  """'mlm': cross-entropy in nats at the masked places, and how many are guessed right."""
-  logits = net.apply({'params': params}, batch['ids'], batch['segments'], batch['places'], rngs is not None,
-                     method='masked', rngs=rngs)
-  return tokens(logits, batch['labels'], batch['weights'] * batch['mask'][:, None], 'mlm')
+  """'mlm': cross-entropy in nats at the masked places, and how many are guessed right.
+
+  In training from logits in the dtype of the products, in evaluation from float32 ones.
+  """
+  if rngs is not None:
+    return counted(*net.apply({'params': params}, batch['ids'], batch['segments'], batch['labels'], batch['places'],
+                              True, method='nats', rngs=rngs), batch, 'mlm')
+  logits = net.apply({'params': params}, batch['ids'], batch['segments'], batch['places'], method='masked')
+  return counted(*judged(logits, batch['labels']), batch, 'mlm')
 
 
 def following(net, params, batch, rngs=None):
-  """'gpt': cross-entropy in nats of every next token, and how many are the likeliest."""
-  logits = net.apply({'params': params}, batch['ids'], batch['segments'], rngs is not None, method='following',
-                     rngs=rngs)
-  return tokens(logits, batch['labels'], batch['weights'] * batch['mask'][:, None], 'gpt')
+  """'gpt': cross-entropy in nats of every next token, and how many are the likeliest; as `masked`."""
+  if rngs is not None:
+    return counted(*net.apply({'params': params}, batch['ids'], batch['segments'], batch['labels'], None, True,
+                              method='nats', rngs=rngs), batch, 'gpt')
+  logits = net.apply({'params': params}, batch['ids'], batch['segments'], method='following')
+  return counted(*judged(logits, batch['labels']), batch, 'gpt')
 
 
 def labelled(net, params, batch, rngs=None):
@@ -38,11 +45,16 @@ log = logging.getLogger(__name__)
 OBJECTIVES = {'mlm': masked, 'gpt': following, 'classify': labelled}
 
 
-def tokens(logits, labels, weights, name):
-  """Terms and sums of logits f32[B, n, V] for labels i32[B, n] that count by weights f32[B, n]."""
-  nats = losses.cross_entropy(logits, labels)
-  right = (logits.argmax(-1) == labels) * weights
-  return {name: ((nats * weights).sum(), weights.sum())}, {'accuracy': (right.sum(), weights.sum())}
+def judged(logits, labels):
+  """Nats f32[B, n] and whether right bool[B, n], of logits f32[B, n, V] for labels i32[B, n]."""
+  return losses.cross_entropy(logits, labels), logits.argmax(-1) == labels
+
+
+def counted(nats, right, batch, name):
+  """Terms and sums of what labels cost, f32[B, n], and whether they were guessed, bool[B, n], by their weights."""
+  weights = batch['weights'] * batch['mask'][:, None]
+  return ({name: ((nats * weights).sum(), weights.sum())},
+          {'accuracy': ((right * weights).sum(), weights.sum())})
 
 
 def finish(objective: str, size: float, totals) -> dict[str, float]:

@@ -13,11 +13,12 @@ import os
 
 import numpy as np
 
-from data_pipelines import DataError, coco_raw, pictures, prepared, warp
-from data_pipelines.pipeline import Source, tensorflow
+from data_pipelines import DataError, coco_raw, images, pictures, prepared, warp
+from data_pipelines.pipeline import Source, available_bytes, tensorflow
 
 NAME, VERSION = 'coco_pose', '1.0.0'
 SAMPLE = os.path.join(os.path.dirname(__file__), 'samples', 'pose')
+EMPTY_BYTES = 150            # of a PNG that may well be an empty mask
 PEOPLE = {                   # field -> shape and dtype of a person's row in a record
     'keypoints': ((17, 3), 'float32'), 'boxes': ((4,), 'float32'), 'areas': ((), 'float32'), 'crowd': ((), 'int64'),
     'num': ((), 'int64'), 'ann_id': ((), 'int64')}
@@ -92,13 +93,26 @@ def parse(serialized) -> dict:
       'image_id': tf.io.FixedLenFeature([], tf.int64), 'size': tf.io.FixedLenFeature([2], tf.int64), **rows})
 
 
-def decode(serialized) -> dict:
-  """A record, string[] -> its fields, with image u8[H, W, 3] and ignore u8[H, W, 1] (0 or 255)."""
+def decode(serialized, kept: images.Kept = images.Kept(0)) -> dict:
+  """A record, string[] -> its fields, with image u8[H, W, 3] and ignore u8[H, W, 1] (0 or 255), kept if they fit."""
   tf = tensorflow()
   fields = parse(serialized)
-  # the accurate transform costs 5 % and gives the pixels that Pillow gives a photograph in prediction
-  image = tf.io.decode_jpeg(fields['image'], channels=3, dct_method='INTEGER_ACCURATE')
-  return {**fields, 'image': image, 'ignore': tf.io.decode_png(fields['ignore'], channels=1)}
+  image, ignore = tf.numpy_function(functools.partial(_pixels, kept),
+                                    [fields[k] for k in ('image_id', 'image', 'ignore')], [tf.uint8, tf.uint8])
+  image.set_shape([None, None, 3])
+  ignore.set_shape([None, None, 1])
+  return {**fields, 'image': image, 'ignore': ignore}
+
+
+# a mask of nobody is a few bytes, and the same for all pictures of a size
+_empty = functools.lru_cache(64)(images.decode_mask)
+
+
+def _pixels(kept, number, *encoded):
+  def make():
+    jpeg, png = (np.asarray(x, object).item() for x in encoded)      # bytes in a graph, arrays outside
+    return images.decode(jpeg), (_empty if len(png) < EMPTY_BYTES else images.decode_mask)(png)
+  return kept.get(int(number), make)
 
 
 def check(serialized: bytes) -> str:
@@ -123,7 +137,8 @@ def check(serialized: bytes) -> str:
   return ''
 
 
-def source(folder: str, split: str, image, augment, stride: int, people: int = 32) -> Source:
+def source(folder: str, split: str, image, augment, stride: int, people: int = 32,
+           decoded_gib: float = 0.0) -> Source:
   """A split as the pipeline reads it.
 
   An example, with S = image.size and N = S / stride (pixel centres at whole numbers, see warp.py):
@@ -143,6 +158,7 @@ def source(folder: str, split: str, image, augment, stride: int, people: int = 3
     augment: its `augment` section; None: the letterbox without chance, for evaluation.
     stride: pixels a label cell.
     people: rows; in training the last ones are dropped where a picture has more, in evaluation that is an error.
+    decoded_gib: memory for decoded pictures, GiB; those that fit are decoded once. Half of what is free is the most.
 
   Raises:
     DataError: not prepared, no such split, or more people in an evaluated picture than rows.
@@ -162,33 +178,54 @@ def source(folder: str, split: str, image, augment, stride: int, people: int = 3
     raise DataError(f'{path}: a picture of {split!r} has {most} people, and evaluation may drop none: '
                     f'set people >= {most} (now {people})')
   shards = tuple(os.path.join(path, name) for name in sorted(entry['shards']))
-  return Source(shards, decode, functools.partial(_example, image.size, stride, people, augment), entry['records'])
+  kept = images.Kept(int(min(decoded_gib * 2**30, available_bytes() / 2)))
+  return Source(shards, functools.partial(decode, kept=kept),
+                functools.partial(_example, image.size, stride, people, augment), entry['records'])
 
 
 def _example(size: int, stride: int, people: int, augment, fields: dict, seed) -> dict:
   """A decoded record and seed i64[2] -> the example that `source` describes."""
-  tf = tensorflow()
-  moved = augment is not None
-  drawn = warp.draw(seed, augment) if moved else warp.Draw()
-  where = warp.place(fields['size'][0], fields['size'][1], size, drawn)
-  image = warp.picture(fields['image'], where, size, moved=moved)
-  if moved:
-    image = warp.colour(image, drawn)
-  rows = {k: _padded(tf, fields[k], people) for k in PEOPLE}
-  used = tf.minimum(tf.shape(fields['num'])[0], people)
-  f32, i32 = (lambda x: tf.cast(x, tf.float32)), (lambda x: tf.cast(x, tf.int32))
+  tf, moved = tensorflow(), augment is not None
+  names = ['ignore', 'size', 'image_id', *PEOPLE]
+  f32, i32, n = tf.float32, tf.int32, size // stride
+  kinds = {'image': (tf.uint8, [size, size, 3]), 'keypoints': (f32, [people, 17, 3]), 'ignore': (tf.uint8, [n, n]),
+           'person': (f32, [people]), 'truth': (f32, [people, 17, 3]), 'boxes': (f32, [people, 4]),
+           'areas': (f32, [people]), 'crowd': (f32, [people]), 'num': (i32, [people]), 'matrix': (f32, [2, 3]),
+           'size': (i32, [2]), 'image_id': (i32, []), 'where': (i32, [4])}
+  kinds.pop('where' if moved else 'image')
+
+  def make(uniform, image, *values):
+    made = _arrays(size, stride, people, augment, uniform, image, dict(zip(names, values)))
+    return [made[k] for k in kinds]
+  chance = warp.chance(seed) if moved else np.zeros(0, np.float32)
+  found = tf.numpy_function(make, [chance, fields['image'], *(fields[k] for k in names)],
+                            [dtype for dtype, _ in kinds.values()])
+  for tensor, (_, shape) in zip(found, kinds.values()):
+    tensor.set_shape(shape)      # said, not checked: an operation each would cost as much as the joints
+  made = dict(zip(kinds, found))
+  return made if moved else {'image': warp.boxed(fields['image'], *tf.unstack(made.pop('where')), size), **made}
+
+
+def _arrays(size, stride, people, augment, uniform, image, fields) -> dict[str, np.ndarray]:
+  """All of an example but evaluation's image, for which 'where' tells its place."""
+  drawn = warp.Draw() if augment is None else warp.draw(uniform, augment)
+  where = warp.place(*fields['size'].tolist(), size, drawn)
+  rows = {k: _padded(fields[k], people) for k in PEOPLE}
+  made = {'image': warp.picture(image, where, size, drawn)} if augment is not None else {}
   return {
-      'image': warp.to_bytes(image), 'keypoints': warp.joints(rows['keypoints'], where, size, drawn.mirror),
+      **made, 'keypoints': warp.joints(rows['keypoints'], where, size, drawn.mirror),
       'ignore': warp.cells(fields['ignore'], where, size, stride),
-      'person': f32(tf.range(people) < used), 'truth': rows['keypoints'], 'boxes': rows['boxes'],
-      'areas': rows['areas'], 'crowd': f32(rows['crowd']), 'num': i32(rows['num']),
-      'matrix': f32(where.to_original), 'size': i32(fields['size']), 'image_id': i32(fields['image_id'])}
+      'person': (np.arange(people) < len(fields['num'])).astype(np.float32), 'truth': rows['keypoints'],
+      'boxes': rows['boxes'], 'areas': rows['areas'], 'crowd': rows['crowd'].astype(np.float32),
+      'num': rows['num'].astype(np.int32), 'matrix': where.to_original.astype(np.float32),
+      'size': fields['size'].astype(np.int32), 'image_id': np.int32(fields['image_id']),
+      'where': np.array(where[:4], np.int32)}
 
 
-def _padded(tf, rows, people: int):
-  rows = rows[:people]
-  rows = tf.pad(rows, [[0, people - tf.shape(rows)[0]]] + [[0, 0]] * (rows.shape.rank - 1))
-  return tf.ensure_shape(rows, [people, *rows.shape[1:]])
+def _padded(rows: np.ndarray, people: int) -> np.ndarray:
+  out = np.zeros((people, *rows.shape[1:]), rows.dtype)
+  out[:len(rows)] = rows[:people]
+  return out
 
 
 def sample() -> str:

@@ -1,4 +1,4 @@
-"""Pictures in files, and strokes on pictures: the door to Pillow, and to OpenCV's drawing.
+"""Pictures in files, moved pixels, and strokes on pictures: the door to Pillow, and to OpenCV.
 
 Inside the lab a picture is u8[H, W, 3], RGB, upright. Policy on EXIF orientation: it is applied when a file is read, so
 whatever looks at pixels sees what a viewer shows.
@@ -7,10 +7,12 @@ whatever looks at pixels sees what a viewer shows.
 import contextlib
 import functools
 import logging
+import math
 import os
 import secrets
+import threading
 import warnings
-from typing import Iterator, NamedTuple, Sequence
+from typing import Callable, Iterator, NamedTuple, Sequence
 
 import numpy as np
 
@@ -148,9 +150,117 @@ def check(image: np.ndarray) -> None:
 
 def resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
   """u8[H, W, 3] -> u8[height, width, 3], averaging when it shrinks and interpolating when it grows."""
-  import cv2
+  cv2 = _opencv()
   shrinks = height * width < image.shape[0] * image.shape[1]
   return cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR)
+
+
+@functools.cache
+def _opencv():
+  """OpenCV on the calling thread alone, for the input pipeline has a thread a core already."""
+  os.environ.setdefault('OPENCV_IO_MAX_IMAGE_PIXELS', str(PIXELS_MAX))      # read once, at its import
+  import cv2
+  cv2.setNumThreads(1)
+  return cv2
+
+
+def decode(data: bytes) -> np.ndarray:
+  """An RGB JPEG -> u8[H, W, 3], the pixels that Pillow and TensorFlow's accurate transform give, in less time.
+
+  Raises ValueError where it is cut off, broken, too large or no picture.
+  """
+  cv2 = _opencv()
+  return _decoded(data, cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION, 'picture')
+
+
+def decode_mask(data: bytes) -> np.ndarray:
+  """A PNG of one channel -> u8[H, W, 1], 0 or 255 where it has one bit. Raises ValueError as `decode` does."""
+  return _decoded(data, _opencv().IMREAD_GRAYSCALE, 'mask')[..., None]
+
+
+def _decoded(data, flags, name):
+  cv2 = _opencv()
+  with contextlib.suppress(cv2.error):        # too large, or no bytes at all
+    found = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
+    if found is not None:
+      return found
+  raise ValueError(f'the {name} is cut off, broken, too large or of another format ({len(data)} bytes)')
+
+
+class Kept:
+  """Decoded arrays by number, as many as fit into so many bytes; threads share them, and nobody writes into them."""
+
+  def __init__(self, limit: int):
+    self.left, self.found, self.lock = limit, {}, threading.Lock()
+
+  def get(self, number: int, make: Callable[[], tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...]:
+    """The arrays of this number, made where they are not kept yet."""
+    found = self.found.get(number)
+    if found is None:
+      found = make()
+      size = sum(x.nbytes for x in found)
+      with self.lock:
+        if size <= self.left and number not in self.found:
+          self.left -= size
+          self.found[number] = found
+    return found
+
+
+def moved(image: np.ndarray, matrix: np.ndarray, size: int, fill: int) -> np.ndarray:
+  """Looks up every pixel of a square in a picture, once, and softens before what shrinking would alias.
+
+  An antialiased lookup weighs a pixel's neighbours by a triangle as wide as the pixels that fall into one, of
+  variance g^2 / 6 where g of them do. Bilinear lookup alone has 1 / 6; a box over the picture, as wide as it takes,
+  adds the rest. Where g is 4 or more, the picture is shrunk by a whole number before.
+
+  Args:
+    image: u8[H, W, 3].
+    matrix: f64[2, 3], (x, y, 1) of the square -> pixels of `image`; a turn times a growth g, with or without a mirror.
+    size: side of the square in pixels.
+    fill: value outside the picture.
+
+  Returns:
+    u8[size, size, 3].
+  """
+  cv2 = _opencv()
+  (height, width), matrix = image.shape[:2], np.array(matrix)
+  growth = np.linalg.norm(matrix[:, :2], axis=1)        # along x and along y of `image`
+  variance = (growth**2 - 1) / 6
+  if growth.min() >= 4:
+    times = int(growth.min() / 2)
+    new = np.array([max(width // times, 1), max(height // times, 1)])
+    shrunk = np.array([width, height]) / new
+    image = cv2.resize(image, new, interpolation=cv2.INTER_AREA)
+    matrix = (matrix + [[0, 0, 0.5]] * 2) / shrunk[:, None] - [[0, 0, 0.5]] * 2
+    variance = variance / shrunk**2 - (1 - 1 / shrunk**2) / 4     # less that of the area, and of a wider lookup
+  if variance.max() > 0:
+    image = cv2.sepFilter2D(image, -1, *map(_box, variance), borderType=cv2.BORDER_REPLICATE)
+  return cv2.warpAffine(image, matrix, (size, size), flags=cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP,
+                        borderMode=cv2.BORDER_CONSTANT, borderValue=(fill,) * 3)
+
+
+def _box(variance: float) -> np.ndarray:
+  """Taps f32[odd] of a box with so much variance in square pixels, its ends a share of a pixel; 0: one tap."""
+  m = int(math.sqrt(3 * max(variance, 0) + 0.25) - 0.5)           # a box of 2m + 1 has m (m + 1) / 3
+  n = 2 * m + 1
+  end = n * (max(variance, 0) - m * (m + 1) / 3) / (2 * ((m + 1)**2 - max(variance, 0)))
+  return np.array([end, *[1] * n, end], np.float32) / np.float32(n + 2 * end)
+
+
+def sampled(mask: np.ndarray, matrix: np.ndarray, size: int) -> np.ndarray:
+  """The nearest pixel of a mask u8[H, W, 1] at every pixel of a square, u8[size, size], or 0; `matrix` as in moved."""
+  cv2 = _opencv()
+  return cv2.warpAffine(mask, matrix, (size, size), flags=cv2.INTER_NEAREST | cv2.WARP_INVERSE_MAP)
+
+
+def mean(image: np.ndarray) -> np.ndarray:
+  """The mean of each channel of [H, W, 3], of every 16th pixel."""
+  return np.array(_opencv().mean(image[::4, ::4])[:3])
+
+
+def mixed(image: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+  """Channels [H, W, 3] times matrix [3, 4], whose last column is added; type as before, u8 rounded and clipped."""
+  return _opencv().transform(image, matrix)
 
 
 class Stroke(NamedTuple):
@@ -163,7 +273,7 @@ class Stroke(NamedTuple):
 
 def draw(image: np.ndarray, strokes: Sequence[Stroke]) -> np.ndarray:
   """A copy of u8[H, W, 3] with round-ended, smooth strokes in the order given; what lies outside is cut off."""
-  import cv2
+  cv2 = _opencv()
   out, fine = image.copy(), 4                                 # 4 bits of a pixel's fraction
   limit = 4 * max(image.shape)
   for s in strokes:

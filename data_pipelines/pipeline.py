@@ -28,7 +28,7 @@ Example = Mapping[str, Any]    # leaves of fixed shape, once augmented
 
 
 class Source(NamedTuple):
-  """A split of a data set, as the pipeline needs it; TensorFlow ops inside decode and augment."""
+  """A split of a data set, as the pipeline needs it; decode and augment are TensorFlow ops, or NumPy in one."""
   read: tuple[str, ...]                          # paths of its TFRecord shards, in order
   decode: Callable[[Any], Example]               # serialized record, string[] -> example
   augment: Callable[[Example, Any], Example]     # example, seed i64[2] -> example of fixed shapes

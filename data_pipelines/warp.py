@@ -4,54 +4,66 @@ Coordinates are (x, y) with pixel centres at whole numbers, as COCO's joints are
 column, a picture of width W spans [-0.5, W - 0.5), mirroring is x -> W - 1 - x, and the centre of label cell i at
 stride s lies at s * (i + 0.5) - 0.5.
 
-A picture is first resized, antialiased, to the scale it will have (the letterbox scale times the drawn one), then
-turned, mirrored and shifted without a change of scale; so shrinking never aliases. What lies outside is FILL.
+Training looks a picture's pixels up once, softened so that shrinking never aliases (images.moved); evaluation resizes,
+antialiased, and pads. What lies outside is FILL. All but evaluation's resizing is NumPy: an example's few numbers would
+cost more as TensorFlow's operations than its pixels do.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from data_pipelines import images
 from data_pipelines.pipeline import tensorflow
 
 FILL = 128                 # mid grey, outside the picture
 IGNORE_SHARE = 0.01        # of a cell's area, above which the cell is ignored
 
 # COCO order: nose, then left and right by turns (eyes, ears, shoulders, elbows, wrists, hips, knees, ankles)
+TO_YIQ = np.array([[0.299, 0.587, 0.114], [0.596, -0.274, -0.322], [0.211, -0.523, 0.312]])
+TO_YIQ[1:] -= TO_YIQ[1:].mean(1, keepdims=True)            # grey has no chroma, exactly
+FROM_YIQ = np.linalg.inv(TO_YIQ)
+
 MIRRORED = (0, 2, 1, 4, 3, 6, 5, 8, 7, 10, 9, 12, 11, 14, 13, 16, 15)
 
 
 class Draw(NamedTuple):
-  """What chance decides for one example; scalars, Python's or TensorFlow's."""
-  mirror: Any = False      # bool[]
-  scale: Any = 1.0         # relative to the letterbox
-  angle: Any = 0.0         # radians
-  shift_x: Any = 0.0       # of the picture, share of the side
-  shift_y: Any = 0.0
-  brightness: Any = 0.0    # added, share of full range
-  contrast: Any = 1.0      # factor around the mean grey
-  saturation: Any = 1.0    # factor
-  hue: Any = 0.0           # turns
+  """What chance decides for one example."""
+  mirror: bool = False
+  scale: float = 1.0         # relative to the letterbox
+  angle: float = 0.0         # radians
+  shift_x: float = 0.0       # of the picture, share of the side
+  shift_y: float = 0.0
+  brightness: float = 0.0    # added, share of full range
+  contrast: float = 1.0      # factor around the mean grey
+  saturation: float = 1.0    # factor
+  hue: float = 0.0           # turns
 
 
 class Placement(NamedTuple):
-  """Where the resized picture lies in the square, and the affine maps that follow; float64 tensors."""
-  height: Any              # i32[] of the resized picture
-  width: Any
-  to_resized: Any          # f64[2, 3]: the square -> the resized picture
-  to_original: Any         # f64[2, 3]: the square -> the original picture
-  to_square: Any           # f64[2, 3]: the original picture -> the square
+  """Where the picture lies in the square, and the affine maps that follow."""
+  height: int                # of the picture at the square's scale, pixels
+  width: int
+  top: int                   # of that picture, before it is turned and shifted
+  left: int
+  to_original: np.ndarray    # f64[2, 3]: the square -> the original picture
+  to_square: np.ndarray      # f64[2, 3]: the original picture -> the square
 
 
-def draw(seed, augment) -> Draw:
-  """Draws from seed i64[2] with the strengths of a configuration's `augment` section."""
-  tf = tensorflow()
-  u = tf.random.stateless_uniform([9], seed)
-  spread = 2 * u - 1                                     # uniform in +-1
+def chance(seed) -> Any:
+  """What `draw` draws from: uniform in [0, 1), f32[9], a function of seed i64[2] alone."""
+  return tensorflow().random.stateless_uniform([len(Draw._fields)], seed)
+
+
+def draw(uniform: np.ndarray, augment) -> Draw:
+  """Draws from numbers f32[9] in [0, 1) with the strengths of a configuration's `augment` section."""
+  u = uniform.tolist()
+  spread = [2 * x - 1 for x in u]                        # uniform in +-1
   return Draw(
       mirror=u[0] < augment.mirror,
       scale=augment.scale_min + u[1] * (augment.scale_max - augment.scale_min),
-      angle=spread[2] * np.float32(np.deg2rad(augment.rotate_deg)),
+      angle=spread[2] * math.radians(augment.rotate_deg),
       shift_x=spread[3] * augment.shift,
       shift_y=spread[4] * augment.shift,
       brightness=spread[5] * augment.brightness,
@@ -60,111 +72,78 @@ def draw(seed, augment) -> Draw:
       hue=spread[8] * augment.hue)
 
 
-def place(height, width, size: int, drawn: Draw) -> Placement:
-  """The maps of one example from its original height and width, i32[] or int, to a square of `size` pixels."""
-  tf = tensorflow()
-  f64 = lambda x: tf.cast(x, tf.float64)
-  long = tf.maximum(f64(height), f64(width))
-  fitted = lambda side: tf.maximum(tf.floor(f64(side) * size * f64(drawn.scale) / long + 0.5), 1)
-  new_h, new_w = fitted(height), fitted(width)
-  left, top = tf.floor((size - new_w) / 2), tf.floor((size - new_h) / 2)
+def place(height: int, width: int, size: int, drawn: Draw) -> Placement:
+  """The maps of one example from its original height and width to a square of `size` pixels."""
+  long = max(height, width)
+  new_h, new_w = (max(math.floor(side * size * drawn.scale / long + 0.5), 1) for side in (height, width))
+  left, top = math.floor((size - new_w) / 2), math.floor((size - new_h) / 2)
   # square -> resized: turn around the square's centre, after taking the shift back
-  flip = tf.where(drawn.mirror, f64(-1), f64(1))
-  cos, sin = tf.cos(f64(drawn.angle)), tf.sin(f64(drawn.angle))
-  turn = tf.stack([[flip * cos, flip * sin], [-sin, cos]])
-  centre = f64([(size - 1) / 2] * 2)
-  middle = centre + tf.stack([f64(drawn.shift_x), f64(drawn.shift_y)]) * size
-  corner = tf.stack([left, top])
-  to_resized = tf.concat([turn, (centre - corner - _times(tf, turn, middle))[:, None]], 1)
+  flip, cos, sin = (-1 if drawn.mirror else 1), math.cos(drawn.angle), math.sin(drawn.angle)
+  turn = np.array([[flip * cos, flip * sin], [-sin, cos]])
+  centre = (size - 1) / 2
+  middle = np.array([centre + drawn.shift_x * size, centre + drawn.shift_y * size])
+  corner = centre - np.array([left, top]) - turn @ middle
   # resized -> original: the outer edges coincide, pixel centres are half a pixel inside
-  grow = tf.stack([f64(width) / new_w, f64(height) / new_h])
-  to_original = to_resized * grow[:, None] + tf.stack([f64([0, 0]), f64([0, 0]), 0.5 * grow - 0.5], 1)
-  back = tf.transpose(turn) / grow[None]                 # a rotation's inverse is its transpose
-  to_square = tf.concat([back, -_times(tf, back, to_original[:, 2])[:, None]], 1)
-  return Placement(tf.cast(new_h, tf.int32), tf.cast(new_w, tf.int32), to_resized, to_original, to_square)
+  grow = np.array([width / new_w, height / new_h])
+  to_original = np.column_stack([turn * grow[:, None], corner * grow + 0.5 * grow - 0.5])
+  back = turn.T / grow                                   # a rotation's inverse is its transpose
+  to_square = np.column_stack([back, -back @ to_original[:, 2]])
+  return Placement(new_h, new_w, top, left, to_original, to_square)
 
 
-def _times(tf, matrix, vector):
-  return tf.reduce_sum(matrix * vector[None], 1)
+def picture(image: np.ndarray, where: Placement, size: int, drawn: Draw) -> np.ndarray:
+  """A training picture: image u8[H, W, 3] of the original, moved and recoloured, u8[size, size, 3]."""
+  return colour(images.moved(image, where.to_original, size, FILL), drawn)
 
 
-def picture(image, where: Placement, size: int, *, moved: bool):
-  """Warps image u8[H, W, 3] to f32[size, size, 3]; `moved` = False: there is nothing but the letterbox."""
+def boxed(image, height, width, top, left, size: int):
+  """Evaluation's picture, for TensorFlow: image u8[H, W, 3] letterboxed to u8[size, size, 3]; i32[] as in Placement."""
   tf = tensorflow()
-  small = tf.image.resize(image, [where.height, where.width], 'bilinear', antialias=True)
-  if not moved:
-    left, top = (-tf.cast(where.to_resized[i, 2], tf.int32) for i in (0, 1))
-    below, right = size - top - where.height, size - left - where.width
-    square = tf.pad(small, [[top, below], [left, right], [0, 0]], constant_values=float(FILL))
-  else:
-    square = tf.raw_ops.ImageProjectiveTransformV3(
-        images=small[None], transforms=_flat(tf, where.to_resized), output_shape=[size, size], fill_value=FILL,
-        interpolation='BILINEAR', fill_mode='CONSTANT')[0]
-  return tf.ensure_shape(square, [size, size, 3])
+  small = tf.image.resize(image, [height, width], 'bilinear', antialias=True)
+  square = tf.pad(small, [[top, size - top - height], [left, size - left - width], [0, 0]], constant_values=float(FILL))
+  return tf.ensure_shape(tf.saturate_cast(tf.round(square), tf.uint8), [size, size, 3])
 
 
-def cells(mask, where: Placement, size: int, stride: int):
+def cells(mask: np.ndarray, where: Placement, size: int, stride: int) -> np.ndarray:
   """Samples a mask u8[H, W, 1] of 0 and 255 at every pixel of the square; u8[N, N], N = size / stride.
 
   A cell is 1 where over IGNORE_SHARE of its samples are masked.
   """
-  tf = tensorflow()
   n = size // stride
-
-  def share():
-    sampled = tf.raw_ops.ImageProjectiveTransformV3(
-        images=mask[None], transforms=_flat(tf, where.to_original), output_shape=[size, size], fill_value=0.0,
-        interpolation='NEAREST', fill_mode='CONSTANT')
-    square = tf.reshape(tf.cast(sampled > 0, tf.float32), [n, stride, n, stride])
-    return tf.cast(tf.reduce_mean(square, [1, 3]) > IGNORE_SHARE, tf.uint8)
-  return tf.cond(tf.reduce_any(mask > 0), share, lambda: tf.zeros([n, n], tf.uint8))
+  if not mask.max(initial=0):
+    return np.zeros((n, n), np.uint8)
+  sampled = images.sampled(mask, where.to_original, size) > 0
+  rows = np.add.reduce(sampled.reshape(n, stride, size), 1, np.int32)
+  return (rows.reshape(n, n, stride).sum(2) > IGNORE_SHARE * stride**2).astype(np.uint8)
 
 
-def _flat(tf, matrix):
-  """f64[2, 3] -> f32[1, 8], as the projective transform takes it."""
-  return tf.cast(tf.concat([tf.reshape(matrix, [1, 6]), [[0.0, 0.0]]], 1), tf.float32)
-
-
-def joints(keypoints, where: Placement, size: int, mirror):
+def joints(keypoints: np.ndarray, where: Placement, size: int, mirror: bool) -> np.ndarray:
   """Moves keypoints f32[P, 17, 3] of the original picture into the square; a joint outside it becomes 0, 0, 0."""
-  tf = tensorflow()
-  xy = tf.linalg.matmul(tf.cast(keypoints[..., :2], tf.float64), where.to_square[:, :2], transpose_b=True)
-  xy = tf.cast(xy + where.to_square[:, 2], tf.float32)
-  inside = tf.reduce_all((xy >= -0.5) & (xy < size - 0.5), -1, keepdims=True) & (keypoints[..., 2:] > 0)
-  moved = tf.where(inside, tf.concat([xy, keypoints[..., 2:]], -1), 0.0)
-  return exchanged(moved, mirror)
+  moved = keypoints.copy()
+  moved[..., :2] = keypoints[..., :2] @ where.to_square[:, :2].T + where.to_square[:, 2]
+  xy = moved[..., :2]
+  inside = ((xy >= -0.5) & (xy < size - 0.5)).all(-1) & (keypoints[..., 2] > 0)
+  moved[~inside] = 0
+  return exchanged(moved) if mirror else moved
 
 
-def exchanged(keypoints, mirror):
-  """Left joints become right ones and the reverse, [..., 17, 3], where mirror bool[] is true."""
-  tf = tensorflow()
-  return tf.where(mirror, tf.gather(keypoints, MIRRORED, axis=-2), keypoints)
+def exchanged(keypoints: np.ndarray) -> np.ndarray:
+  """Left joints become right ones and the reverse, [..., 17, 3]."""
+  return keypoints[..., MIRRORED, :]
 
 
-def colour(image, drawn: Draw):
-  """Contrast around the mean grey, saturation, hue (a rotation of the chroma plane) and brightness, f32[H, W, 3].
+def colour(image: np.ndarray, drawn: Draw) -> np.ndarray:
+  """Contrast around the mean grey, saturation, hue (a rotation of the chroma plane) and brightness; type as before.
 
-  The first three are one matrix; no step clips, so their order loses nothing.
+  All are one matrix, and bytes are rounded and clipped once, at the end, so the order of the first three loses nothing.
   """
-  tf = tensorflow()
-  to_yiq = np.array([[0.299, 0.587, 0.114], [0.596, -0.274, -0.322], [0.211, -0.523, 0.312]])
-  to_yiq[1:] -= to_yiq[1:].mean(1, keepdims=True)        # grey has no chroma, exactly
-  grey = tf.reduce_sum(tf.reduce_mean(image[::4, ::4], [0, 1]) * np.float32(to_yiq[0]))   # of every 16th pixel
-  angle = 2 * np.pi * tf.cast(drawn.hue, tf.float32)
-  c, s = drawn.saturation * tf.cos(angle), drawn.saturation * tf.sin(angle)
-  # all as differences from doing nothing, so that zero strengths add exact zeros
-  chroma = tf.stack([[0.0, 0.0, 0.0], [0.0, c - 1, -s], [0.0, s, c - 1]])
-  change = np.float32(np.linalg.inv(to_yiq)) @ chroma @ np.float32(to_yiq) * drawn.contrast
-  change += (drawn.contrast - 1) * tf.eye(3)
-  level = grey * (1 - drawn.contrast) + 255 * drawn.brightness
-  flat = tf.reshape(image, [-1, 3])
-  return tf.reshape(flat + (flat @ tf.transpose(change) + level), tf.shape(image))
-
-
-def to_bytes(image):
-  """f32 -> u8, rounded and clipped."""
-  tf = tensorflow()
-  return tf.saturate_cast(tf.round(image), tf.uint8)
+  grey = images.mean(image) @ TO_YIQ[0]
+  angle = 2 * math.pi * drawn.hue
+  c, s = drawn.saturation * math.cos(angle), drawn.saturation * math.sin(angle)
+  matrix = np.empty((3, 4))
+  matrix[:, :3] = drawn.contrast * (FROM_YIQ @ [[1, 0, 0], [0, c, -s], [0, s, c]] @ TO_YIQ)
+  matrix[:, 3] = grey * (1 - drawn.contrast) + 255 * drawn.brightness
+  return images.mixed(image, matrix)
 
 
 def letterbox(image: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:

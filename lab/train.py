@@ -79,6 +79,11 @@ def check(config) -> None:
       raise ConfigError(f'config.{key} = {config[key]!r}: expected \'\', for all weights come from init_parts')
 
 
+def feed(source: pipeline.Source, config, rows) -> pipeline.Batches:
+  """The training batches; of each global one the `rows` that this process feeds."""
+  return pipeline.Batches(source, config.input, config.input.batch_size, rows, train=True, seed=config.seed)
+
+
 def initial(task: Task, tx: optim.Optimizer, config, spec: dict) -> Callable[[], TrainState]:
   """A function that makes the state of step 0 for batches like `spec` (name -> ShapeDtypeStruct)."""
   def make():
@@ -119,8 +124,8 @@ def run(task: Task, config, workdir: str, began: float | None = None) -> dict[st
   if task.files and jax.process_index() == 0:
     _keep(os.path.join(folder, ASSETS), task.files())
   with jax.set_mesh(mesh), contextlib.closing(Ledger(folder, jax.process_index() == 0, began)) as ledger:
-    source, size = task.source('train'), config.input.batch_size
-    batches = pipeline.Batches(source, config.input, size, meshes.rows(mesh, size).fed, train=True, seed=config.seed)
+    source = task.source('train')
+    batches = feed(source, config, meshes.rows(mesh, config.input.batch_size).fed)
     tx = optim.make(config.optim, config.total_steps)
     like = abstract(task, tx, config, batches.spec(1), mesh)
     memory.check_state(like)

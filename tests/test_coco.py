@@ -174,6 +174,25 @@ def test_file_name_stays_in_its_folder(tmp_path, name):
     make(raw.write(), tmp_path / 'out')
 
 
+@pytest.mark.parametrize('field', ['image', 'ignore'])
+def test_broken_picture_in_a_record_is_named_or_left_out(tmp_path, monkeypatch, field):
+  real = coco.record
+
+  def cut(image):
+    fields = real(image)
+    return {**fields, field: fields[field][:len(fields[field]) // 2]} if image.id == 2 else fields
+  monkeypatch.setattr(coco, 'record', cut)
+  raw = RawCoco(tmp_path / 'raw')
+  for i in range(3):
+    raw.add(coco_fixture.noise(64, 96, i), [{'joints': coco_fixture.pose()}])
+  source = coco.source(make(raw.write(), tmp_path / 'out'), 'train', IMAGE, AUGMENT, 8)
+  with pytest.raises(DataError, match=r'#\d.*is cut off, broken, too large') as e:
+    batches(source, 1, 3, train=True)
+  assert '\n' not in str(e.value)
+  found = batches(source, 4, 3, train=True, bad_limit=0.5)
+  assert all(b['mask'].sum() == 2 and (b['image_id'][b['mask'] > 0] != 2).all() for b in found)
+
+
 def faulty(change):
   def apply(data):
     change(data)
@@ -283,6 +302,18 @@ def test_augmentation_never_repeats_and_replays(tmp_path):
     return [zlib.crc32(image.tobytes()) for host in found for b in host for image in b['image']]
   first = hashes(1)
   assert len(set(first)) == len(first) == 128 and hashes(4) == first
+
+
+def test_kept_pictures_are_decoded_once_and_change_nothing(small, monkeypatch):
+  decoded, real = [], images.decode
+  monkeypatch.setattr(images, 'decode', lambda data: decoded.append(len(data)) or real(data))
+  plain, kept = (batches(coco.source(small, 'train', IMAGE, AUGMENT, 8, decoded_gib=g), 6, train=True) for g in (0, 1))
+  assert all((a[k] == b[k]).all() for a, b in zip(plain, kept) for k in a)
+  before, one = len(decoded), 64 * 96 * 4
+  assert before >= 24 + 12                                # 6 batches of 4, then each of the 12 at least once
+  some = coco.source(small, 'train', IMAGE, AUGMENT, 8, decoded_gib=2.5 * one / 2**30)      # room for two of them
+  batches(some, 6, train=True)
+  assert len(decoded) - before >= 24 - 2 * 2
 
 
 def test_photograph_looks_the_same_to_evaluation_and_prediction(tmp_path, monkeypatch):

@@ -2,32 +2,42 @@
 
 import numpy as np
 import pytest
-from data_pipelines import coco_raw, pipeline, warp
+from data_pipelines import coco, coco_raw, images, warp
 from lab.systems.pose import config as pose
 from ml_collections import ConfigDict
 
 from tests import coco_fixture
 
 SIZE, STRIDE = 96, 8
+PHOTOGRAPH = f'{coco.SAMPLE}/train/000000000790.jpg'
 STILL = {'mirror': 0.0, 'scale_min': 1.0, 'scale_max': 1.0, 'rotate_deg': 0.0, 'shift': 0.0, 'brightness': 0.0,
          'contrast': 0.0, 'saturation': 0.0, 'hue': 0.0}
 
 
-@pytest.fixture(scope='module')
-def tf():
-  return pipeline.tensorflow()
+def placed(image, drawn):
+  return warp.place(*image.shape[:2], SIZE, drawn)
 
 
-def placed(tf, image, drawn):
-  return warp.place(image.shape[0], image.shape[1], SIZE, drawn)
+def draw(augment, seed=0, stream=0):
+  return warp.draw(warp.chance(np.array([stream, seed], np.int64)).numpy(), augment)
 
 
-def warped(tf, image, augment, seed=0, colour=True):
-  """u8[SIZE, SIZE, 3] and the placement, by the path that training takes."""
-  drawn = warp.draw(tf.constant([0, seed], tf.int64), augment) if augment else warp.Draw()
-  where = placed(tf, image, drawn)
-  out = warp.picture(tf.constant(image), where, SIZE, moved=augment is not None)
-  return warp.to_bytes(warp.colour(out, drawn) if augment and colour else out).numpy(), where, drawn
+def warped(image, augment, seed=0):
+  """A training picture u8[SIZE, SIZE, 3] before its colours change, and the placement."""
+  drawn = draw(augment, seed)
+  where = placed(image, drawn)
+  return images.moved(image, where.to_original, SIZE, warp.FILL), where, drawn
+
+
+def coloured(image, augment, seed=0):
+  drawn = draw(augment, seed)
+  return warp.picture(image, placed(image, drawn), SIZE, drawn)
+
+
+def letterboxed(image):
+  """Evaluation's picture u8[SIZE, SIZE, 3] and its placement."""
+  where = placed(image, warp.Draw())
+  return warp.boxed(image, *where[:4], SIZE).numpy(), where
 
 
 def test_mirrored_indices_are_coco_names():
@@ -37,21 +47,20 @@ def test_mirrored_indices_are_coco_names():
     assert coco_raw.JOINTS[j] == other + part
 
 
-def test_exchange_twice_is_identity(tf):
+def test_exchange_twice_is_identity():
   k = np.random.default_rng(0).normal(size=(3, 17, 3)).astype(np.float32)     # all kinds of v, seen or not
-  once = warp.exchanged(k, True).numpy()
-  assert (warp.exchanged(once, True).numpy() == k).all() and (once != k).any()
+  once = warp.exchanged(k)
+  assert (warp.exchanged(once) == k).all() and (once != k).any()
   left, right = coco_raw.JOINTS.index('left_wrist'), coco_raw.JOINTS.index('right_wrist')
   assert (once[:, right] == k[:, left]).all() and (once[:, left] == k[:, right]).all()
-  assert (warp.exchanged(k, False).numpy() == k).all()
 
 
-def test_mirrored_joints(tf):
+def test_mirrored_joints():
   image = np.zeros((64, 80, 3), np.uint8)
   joints = coco_fixture.pose()[None]
   joints[0, [3, 10], 2] = [0, 1]                                             # one unlabelled, one hidden
-  plain = warp.joints(joints, placed(tf, image, warp.Draw()), SIZE, False).numpy()
-  mirror = warp.joints(joints, placed(tf, image, warp.Draw(mirror=True)), SIZE, True).numpy()
+  plain = warp.joints(joints, placed(image, warp.Draw()), SIZE, False)
+  mirror = warp.joints(joints, placed(image, warp.Draw(mirror=True)), SIZE, True)
   expected = plain[:, list(warp.MIRRORED)]
   seen = expected[..., 2] > 0
   expected[..., 0] = np.where(seen, SIZE - 1 - expected[..., 0], 0)
@@ -59,33 +68,58 @@ def test_mirrored_joints(tf):
   assert mirror[0, 4, 2] == 0 and mirror[0, 9, 2] == 1
 
 
-def test_mirrored_picture(tf):
-  image = coco_fixture.noise(64, 96)
-  plain = warp.picture(tf.constant(image), placed(tf, image, warp.Draw()), SIZE, moved=False)
-  mirror = warp.picture(tf.constant(image), placed(tf, image, warp.Draw(mirror=True)), SIZE, moved=True)
-  np.testing.assert_allclose(mirror, plain[:, ::-1], atol=1e-2)
+def test_mirrored_picture():
+  image = coco_fixture.noise(96, 96)
+  plain, mirror = (images.moved(image, placed(image, warp.Draw(mirror=m)).to_original, SIZE, warp.FILL)
+                   for m in (False, True))
+  assert (plain == image).all() and (mirror == plain[:, ::-1]).all()
+
+
+@pytest.mark.parametrize('shape', [(64, 96), (96, 41), (96, 96)])
+def test_zero_strengths_equal_the_letterbox_where_nothing_is_resized(shape):
+  image = coco_fixture.noise(*shape)
+  evaluated, still = letterboxed(image)
+  assert (coloured(image, ConfigDict(STILL), seed=3) == evaluated).all()
+  assert all(np.array_equal(a, b) for a, b in zip(placed(image, draw(ConfigDict(STILL))), still))
+
+
+@pytest.mark.parametrize('growth', [1.1, 1.5, 1.9, 2.0, 2.7, 3.9, 4.0, 6.5, 9.3])
+def test_zero_strengths_are_as_soft_as_the_letterbox(growth):
+  """A photograph shrunk by so much: the same to a few levels, neither shifted, aliased nor blurred."""
+  photograph = images.resize(images.read(PHOTOGRAPH), 420, 560)
+  side = round(SIZE * growth)
+  image = images.resize(photograph, side * 3 // 4, side)
+  evaluated, where = letterboxed(image)
+  trained = coloured(image, ConfigDict(STILL))
+  inside = np.s_[where.top + 1:where.top + where.height - 1, 1:-1]
+  difference = np.abs(trained.astype(int) - evaluated)[inside]
+  assert difference.mean() < 1.5, difference.mean()
+  shifted = np.abs(trained[:, 1:].astype(int) - evaluated[:, :-1])[inside]
+  assert difference.mean() < shifted.mean() / 3
+  sharpness = [np.abs(np.diff(x[inside].astype(int), axis=1)).mean() for x in (trained, evaluated)]
+  assert 0.85 < sharpness[0] / sharpness[1] < 1.15, sharpness
+
+
+@pytest.mark.parametrize('variance', [0, 0.1, 0.5, 2 / 3, 1, 2, 5, 40])
+def test_a_box_has_the_variance_that_is_asked_for(variance):
+  taps = images._box(variance)
+  at = np.arange(len(taps)) - len(taps) // 2
+  np.testing.assert_allclose([taps.sum(), (taps * at).sum(), (taps * at**2).sum()], [1, 0, variance], atol=1e-4)
+  assert (taps >= 0).all() and (taps == taps[::-1]).all()
 
 
 @pytest.mark.parametrize('shape', [(64, 96), (97, 41), (300, 200), (1, 1), (500, 3), (10, 12)])
-def test_zero_strengths_equal_the_letterbox(tf, shape):
+def test_numpy_letterbox_equals_evaluation(shape):
   image = coco_fixture.noise(*shape)
-  trained, where, _ = warped(tf, image, ConfigDict(STILL), seed=3)
-  evaluated, still, _ = warped(tf, image, None)
-  assert (trained == evaluated).all()
-  assert all((a.numpy() == b.numpy()).all() for a, b in zip(where, still))
-
-
-@pytest.mark.parametrize('shape', [(64, 96), (97, 41), (300, 200), (1, 1), (500, 3), (10, 12)])
-def test_numpy_letterbox_equals_evaluation(tf, shape):
-  image = coco_fixture.noise(*shape)
-  evaluated, where, _ = warped(tf, image, None)
+  evaluated, where = letterboxed(image)
   square, matrix = warp.letterbox(image, SIZE)
   difference = np.abs(square.astype(int) - evaluated)
   assert square.dtype == np.uint8 and difference.max() <= 2 and difference.mean() < 0.3
   np.testing.assert_allclose(matrix, where.to_original, rtol=1e-6, atol=1e-5)
+  assert coloured(image, pose.get_config().augment).shape == (SIZE, SIZE, 3)
 
 
-def test_aspect_is_kept(tf):
+def test_aspect_is_kept():
   for shape in ((100, 37), (480, 640), (11, 1000)):
     where = warp.place(*shape, SIZE, warp.Draw(scale=1.3))
     sides = np.array([where.height, where.width], float)
@@ -95,10 +129,10 @@ def test_aspect_is_kept(tf):
 @pytest.mark.parametrize('key, value', [
     ('mirror', 1.0), ('scale_min', 0.5), ('scale_max', 2.0), ('rotate_deg', 40.0), ('shift', 0.3), ('brightness', 0.3),
     ('contrast', 0.5), ('saturation', 0.5), ('hue', 0.2)])
-def test_each_strength_changes_the_picture(tf, key, value):
+def test_each_strength_changes_the_picture(key, value):
   image = coco_fixture.noise(64, 96)
-  still, _, _ = warped(tf, image, ConfigDict(STILL), seed=1)
-  changed, _, _ = warped(tf, image, ConfigDict({**STILL, key: value}), seed=1)
+  still = coloured(image, ConfigDict(STILL), seed=1)
+  changed = coloured(image, ConfigDict({**STILL, key: value}), seed=1)
   assert np.abs(still.astype(int) - changed).mean() > 1
 
 
@@ -106,30 +140,31 @@ def test_strengths_cover_the_configuration():
   assert set(pose.get_config().augment) - {'on'} == set(STILL)
 
 
-def test_maps_are_inverse_and_joints_follow(tf):
+def test_maps_are_inverse_and_joints_follow():
   augment = pose.get_config().augment
   for seed in range(20):
-    drawn = warp.draw(tf.constant([1, seed], tf.int64), augment)
+    drawn = draw(augment, seed, stream=1)
     where = warp.place(120, 80, SIZE, drawn)
-    full = [np.vstack([m.numpy(), [0, 0, 1]]) for m in (where.to_original, where.to_square)]
+    full = [np.vstack([m, [0, 0, 1]]) for m in (where.to_original, where.to_square)]
     np.testing.assert_allclose(full[0] @ full[1], np.eye(3), atol=1e-9)
     joints = coco_fixture.pose(30, 40)[None]
-    moved = warp.exchanged(warp.joints(joints, where, SIZE, drawn.mirror), drawn.mirror).numpy()
+    moved = warp.joints(joints, where, SIZE, drawn.mirror)
+    moved = warp.exchanged(moved) if drawn.mirror else moved
     seen = moved[..., 2] > 0
     back = np.einsum('ij,pkj->pki', full[0][:2], np.concatenate([moved[..., :2], np.ones((1, 17, 1))], -1))
     np.testing.assert_allclose(back[seen], joints[..., :2][seen], atol=1e-3)
     assert (moved[~seen] == 0).all()
 
 
-def test_dot_and_joint_coincide(tf):
+def test_dot_and_joint_coincide():
   augment = pose.get_config().augment
   image = np.zeros((240, 320, 3), np.uint8)
   image[97:104, 147:154] = 255                                               # centred on (150, 100)
   joints = np.zeros((1, 17, 3), np.float32)
   joints[0, 0] = 150, 100, 2
   for seed in range(20):
-    out, where, drawn = warped(tf, image, augment, seed, colour=False)
-    x, y, v = warp.joints(joints, where, SIZE, drawn.mirror).numpy()[0, 0]
+    out, where, drawn = warped(image, augment, seed)
+    x, y, v = warp.joints(joints, where, SIZE, drawn.mirror)[0, 0]
     weight = np.where((out > 20) & (out != warp.FILL), out, 0).mean(-1).astype(float)
     inside = v > 0 and min(x, y) > 4 and max(x, y) < SIZE - 5
     if inside:
@@ -139,23 +174,23 @@ def test_dot_and_joint_coincide(tf):
       assert np.hypot((near * xx).sum() / near.sum() - x, (near * yy).sum() / near.sum() - y) < 0.3
 
 
-def test_joint_outside_the_square_is_dropped(tf):
+def test_joint_outside_the_square_is_dropped():
   where = warp.place(100, 100, SIZE, warp.Draw(scale=2.0))
   joints = np.zeros((1, 17, 3), np.float32)
   joints[0, 0], joints[0, 5] = (50, 50, 2), (5, 50, 2)
-  moved = warp.joints(joints, where, SIZE, False).numpy()
+  moved = warp.joints(joints, where, SIZE, False)
   assert moved[0, 0, 2] == 2 and (moved[0, 5] == 0).all()
 
 
-def test_ignore_mask_follows_the_picture(tf):
+def test_ignore_mask_follows_the_picture():
   augment = pose.get_config().augment
   image, mask = np.zeros((150, 200, 3), np.uint8), np.zeros((150, 200, 1), np.uint8)
   image[40:90, 60:140] = 255, 0, 0
   mask[40:90, 60:140] = 255
   hit = 0
   for seed in range(30):
-    out, where, _ = warped(tf, image, augment, seed, colour=False)
-    cells = warp.cells(tf.constant(mask), where, SIZE, STRIDE).numpy()
+    out, where, _ = warped(image, augment, seed)
+    cells = warp.cells(mask, where, SIZE, STRIDE)
     red = (out[..., 0].astype(int) - out[..., 1]) / 255
     n = SIZE // STRIDE
     share = red.reshape(n, STRIDE, n, STRIDE).mean((1, 3))
@@ -163,32 +198,31 @@ def test_ignore_mask_follows_the_picture(tf):
     hit += cells.sum()
   assert hit > 30
   still = warp.place(150, 200, SIZE, warp.Draw())
-  assert warp.cells(tf.zeros([150, 200, 1], tf.uint8), still, SIZE, STRIDE).numpy().sum() == 0
+  assert warp.cells(np.zeros((150, 200, 1), np.uint8), still, SIZE, STRIDE).sum() == 0
 
 
-def test_shrinking_does_not_alias(tf):
+def test_shrinking_does_not_alias():
   board = np.tile(np.indices((1500, 1500)).sum(0)[..., None] % 2 * 255, 3).astype(np.uint8)
-  for augment in (None, pose.get_config().augment):
-    out, _, _ = warped(tf, board, augment, colour=False)
+  for out in (letterboxed(board)[0], *(warped(board, pose.get_config().augment, seed)[0] for seed in range(3))):
     assert out[32:64, 32:64].std() < 2 and abs(out[32:64, 32:64].mean() - 127.5) < 2
 
 
-def test_hue_and_saturation_leave_grey_alone(tf):
+def test_hue_and_saturation_leave_grey_alone():
   grey = np.tile(np.arange(96, dtype=np.float32)[:, None, None], (1, 96, 3))
-  out = warp.colour(tf.constant(grey), warp.Draw(hue=0.3, saturation=0.2)).numpy()
+  out = warp.colour(grey, warp.Draw(hue=0.3, saturation=0.2))
   np.testing.assert_allclose(out, grey, atol=1e-3)
 
 
-def test_hue_turns_and_comes_back(tf):
+def test_hue_turns_and_comes_back():
   image = coco_fixture.noise(96, 96).astype(np.float32)
-  half = warp.colour(tf.constant(image), warp.Draw(hue=0.5))
+  half = warp.colour(image, warp.Draw(hue=0.5))
   assert np.abs(half - image).mean() > 10
   np.testing.assert_allclose(warp.colour(half, warp.Draw(hue=0.5)), image, atol=1e-2)
 
 
-def test_contrast_and_brightness(tf):
+def test_contrast_and_brightness():
   image = coco_fixture.noise(96, 96).astype(np.float32)
-  out = warp.colour(tf.constant(image), warp.Draw(contrast=0.5, brightness=0.1)).numpy()
+  out = warp.colour(image, warp.Draw(contrast=0.5, brightness=0.1))
   np.testing.assert_allclose(out.std((0, 1)), image.std((0, 1)) / 2, rtol=1e-4)
-  bright = warp.colour(tf.constant(image), warp.Draw(brightness=0.1)).numpy()
+  bright = warp.colour(image, warp.Draw(brightness=0.1))
   np.testing.assert_allclose(bright - image, 25.5, atol=1e-2)

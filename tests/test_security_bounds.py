@@ -161,6 +161,8 @@ def test_huge_pictures_in_records_are_refused_before_they_are_decoded(kind):
   with pytest.raises(tf.errors.InvalidArgumentError, match='(?i)too large|invalid'):
     (tf.io.decode_jpeg if kind == 'jpeg' else tf.io.decode_png)(bytes(data), channels=3 if kind == 'jpeg' else 1)
   assert 'JPEG' in coco.pictures.problem(bytes(data))
+  with pytest.raises(ValueError, match='too large'):
+    (images.decode if kind == 'jpeg' else images.decode_mask)(bytes(data))
 
 
 # secrets and sockets

@@ -140,3 +140,19 @@ def test_mean_coloured_border_is_invisible():
 def test_unknown_backbone_is_named():
   with pytest.raises(ValueError, match='vgg20'):
     parameters(model.make(settings(backbone='vgg20'), LIMBS, CHANNELS))
+
+
+def test_pooling_and_relu_have_the_gradients_of_jax_s_own():
+  """Odd sides are cut; what is not larger than 0 gets none."""
+  x = jnp.array(np.random.default_rng(4).normal(size=(2, 7, 6, 3)), 'f')
+  pool = lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), 'VALID')
+  for ours, theirs in ((model._halve, pool), (model.relu, jax.nn.relu)):
+    np.testing.assert_array_equal(ours(x), theirs(x))
+    gradient = lambda f: jax.grad(lambda x: jnp.sin(f(x)).sum())(x)
+    np.testing.assert_allclose(gradient(ours), gradient(theirs), atol=1e-7)
+  assert not np.asarray(jax.grad(lambda x: model.relu(x).sum())(jnp.zeros(3))).any()
+
+
+def test_of_equals_the_first_gets_the_gradient_of_a_maximum():
+  gradient = jax.grad(lambda x: model._halve(x).sum())(jnp.ones((1, 2, 4, 1)))
+  np.testing.assert_array_equal(gradient[0, ..., 0], [[1, 0, 1, 0], [0, 0, 0, 0]])

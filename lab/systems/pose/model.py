@@ -4,6 +4,7 @@ Cao et al. 2018, arXiv 1812.08008, section 3.2: three 3x3 convolutions whose out
 of a 7x7 one, and each stage sees the backbone's features and what the stages before it said. Arrays are channels-last.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -70,6 +71,20 @@ class PReLU(nn.Module):
     return jnp.where(x > 0, x, x * _channels(slope, x))
 
 
+@jax.custom_vjp
+def relu(x: jax.Array) -> jax.Array:
+  """max(x, 0), of which the backward pass keeps the result alone: what came in need not be written to memory at all."""
+  return jnp.maximum(x, 0)
+
+
+def _relu_forward(x):
+  y = relu(x)
+  return y, y
+
+
+relu.defvjp(_relu_forward, lambda y, slope: (jnp.where(y > 0, slope, 0),))
+
+
 class Conv(nn.Module):
   """A 'same' convolution, group norm where asked for, and PReLU or ReLU. Its parameters: kernel, bias, norm, prelu."""
   features: int
@@ -94,7 +109,7 @@ class Conv(nn.Module):
     x = x + _channels(bias, x)
     if self.norm == 'group':
       x = nn.GroupNorm(num_groups=math.gcd(8, self.features), dtype=self.dtype, name='norm')(x)
-    return PReLU(name='prelu')(x) if self.prelu else nn.relu(x)
+    return PReLU(name='prelu')(x) if self.prelu else relu(x)
 
 
 class VGG(nn.Module):
@@ -147,11 +162,32 @@ def _double(x: jax.Array) -> jax.Array:
 
 def _halve(x: jax.Array) -> jax.Array:
   """2x2 maximum, [B, H, W, C] -> [B, H / 2, W / 2, C]; an odd last row or column is dropped."""
-  # windows don't overlap, so two maxima of slices do; their gradient is elementwise, while that of a pooling
-  # operation is a select-and-scatter, over ten times slower on a CPU
-  x = x[:, :x.shape[1] // 2 * 2, :x.shape[2] // 2 * 2]
-  rows = jnp.maximum(x[:, ::2], x[:, 1::2])
-  return jnp.maximum(rows[:, :, ::2], rows[:, :, 1::2])
+  return _pool(x[:, :x.shape[1] // 2 * 2, :x.shape[2] // 2 * 2])
+
+
+@jax.custom_vjp
+def _pool(x):
+  """Of equals the first gets the gradient. It is elementwise, not the select-and-scatter of a pooling operation."""
+  return _pool_forward(x)[0]
+
+
+def _pool_forward(x):
+  quarters = [x[:, i::2, j::2] for i in (0, 1) for j in (0, 1)]
+  y = functools.reduce(jnp.maximum, quarters)
+  which = jnp.full(y.shape, 3, jnp.int8)
+  for i in (2, 1, 0):
+    which = jnp.where(quarters[i] == y, jnp.int8(i), which)
+  return y, which
+
+
+def _pool_backward(which, slope):
+  quarter = jnp.arange(4, dtype=jnp.int8).reshape(1, 1, 2, 1, 2, 1)
+  x = jnp.where(which[:, :, None, :, None] == quarter, slope[:, :, None, :, None], 0)
+  b, h, _, w, _, c = x.shape
+  return (x.reshape(b, 2 * h, 2 * w, c),)
+
+
+_pool.defvjp(_pool_forward, _pool_backward)
 
 
 class Stage(nn.Module):

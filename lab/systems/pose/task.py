@@ -55,8 +55,10 @@ def make_task(config) -> Task:
             'heat': (255 * jnp.nan_to_num(heat)).astype(jnp.uint8)}
 
   def source(split):
+    train = split == 'train'
     return coco.source(config.data.dir, config.data[split], config.image,
-                       config.augment if split == 'train' and config.augment.on else None, stride, config.data.people)
+                       config.augment if train and config.augment.on else None, stride, config.data.people,
+                       config.data.decoded_gib if train else 0.0)
 
   return Task(init=init, loss=loss, measure=measure, predict=predict, source=source, rules=RULES, score=score.score,
               records=functools.partial(records, config.decode), picture=functools.partial(picture, config.decode),
@@ -81,6 +83,8 @@ def check(config) -> None:
               'decode.samples'):
     if flat[key] < 1:
       raise ConfigError(f'config.{key} = {flat[key]}: expected at least 1')
+  if config.data.decoded_gib < 0:
+    raise ConfigError(f'config.data.decoded_gib = {config.data.decoded_gib}: expected at least 0')
   for key in ('target.sigma_px', 'target.paf_width_px', 'target.paf_s_px2', 'augment.scale_min'):
     if flat[key] <= 0:
       raise ConfigError(f'config.{key} = {flat[key]}: expected more than 0')

@@ -67,6 +67,9 @@ def _leave(code, why):
 
 def run(argv: list[str]) -> int:
   """As main, but failures are raised."""
+  if {'--help', '-help', '-h'} & {*argv}:
+    print(_help())
+    return 0
   from lab import config as configs, files
   from lab.task import ConfigError, load
   argv, name = _config_name(argv)
@@ -108,6 +111,14 @@ def run(argv: list[str]) -> int:
                       f'({e!r:.100}): give --config with the recipe of the run') from e
   config.lock()
   return _run(task, config)
+
+
+def _help() -> str:
+  """How the program is used and all its flags; nothing is imported for it."""
+  ours = FLAGS.get_key_flags_for_module(sys.argv[0] if __name__ == '__main__' else __name__)
+  lines = [f'  --{f.name}={f.default_as_str or repr("")}: {f.help}' for f in ours]
+  return '\n'.join([__doc__, *lines, '', 'The keys that --config.KEY=VALUE takes, with their units, are in '
+                    'lab/config.py and lab/systems/*/config.py.'])
 
 
 def _compile(config) -> int:

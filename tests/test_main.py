@@ -113,14 +113,23 @@ def test_a_recipe_with_a_typo_is_refused(capsys, tmp_path, monkeypatch):
     assert code == 2 and str(recipe) in err and err.count('\n') == 1, err
 
 
-def test_a_configuration_error_takes_no_tensorflow_and_no_device(tmp_path):
-  code = ('import sys; from lab import main; code = main.main(["lab", "--config=configs/pose.py", "--workdir=x", '
-          '"--config.model.backbon=vgg"]); assert not any(m.split(".")[0] in ("tensorflow", "orbax", "clu", "cv2") '
-          'for m in sys.modules), "heavy imports"; import jax; assert not jax._src.xla_bridge._backends; '
-          'sys.exit(code)')
-  done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, timeout=300)
-  assert done.returncode == 2, done.stderr
-  assert 'did you mean --config.model.backbone?' in done.stderr
+@pytest.mark.parametrize('arguments, status, said, absent', [
+    (['--help'], 0, '--workdir', ('jax', 'numpy')),
+    (['--workdir=x'], 2, '--config is missing', ('orbax',)),
+    (['--config=configs/pose.py', '--workdir=x', '--config.model.backbon=vgg'], 2,
+     'did you mean --config.model.backbone?', ('orbax',)),
+    (['--config=configs/pose.py', '--workdir=x', '--config.input.batch_size=ten'], 2, 'expected int', ('orbax',)),
+    (['--config=configs/pose.py', '--workdir=x', '--config.model.backbone=vgg'], 2, 'expected one of', ()),
+    (['--config=configs/gpt.py', '--workdir=x', '--config.optim.name=adma'], 2, 'expected one of', ())])
+def test_help_and_configuration_errors_take_no_tensorflow_and_no_device(arguments, status, said, absent):
+  code = ('import sys; from lab import main; code = main.main(["lab", *sys.argv[1].split()]); '
+          'loaded = {m.split(".")[0] for m in sys.modules} & {*sys.argv[2].split()}; assert not loaded, loaded; '
+          'assert "jax" not in sys.modules or not sys.modules["jax"]._src.xla_bridge._backends; sys.exit(code)')
+  heavy = ('tensorflow', 'tensorflow_datasets', 'clu', 'cv2', 'PIL', 'matplotlib', *absent)
+  done = subprocess.run([sys.executable, '-c', code, ' '.join(arguments), ' '.join(heavy)], cwd=ROOT,
+                        capture_output=True, text=True, timeout=300)
+  assert done.returncode == status, done.stderr
+  assert said in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize('error, code', [

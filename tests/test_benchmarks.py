@@ -1,0 +1,67 @@
+"""The benchmarks' programs: the step by itself, and beside another program's."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import step
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+SMALL = ['--config=configs/video.py:smoke', '--config.input.batch_size=8']
+
+
+@pytest.fixture(scope='module')
+def measured(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('step')
+  run = subprocess.run([sys.executable, '-m', 'benchmarks.step', *SMALL, '--steps=3', f'--profile={folder}'], cwd=ROOT,
+                       capture_output=True, text=True, check=True)
+  return run.stdout, folder
+
+
+def test_the_step_by_itself_tells_its_speed_memory_and_compilation(measured):
+  row = json.loads(measured[0].splitlines()[-1])
+  assert row['config'] == 'configs/video.py:smoke' and row['settings'] == ['input.batch_size=8']
+  assert row['unit'] == 'sequences' and row['items'] == 8 and 0 < row['ms_min'] <= row['ms'] and row['loss'] > 0
+  assert row['items_per_s'] == pytest.approx(8e3 / row['ms'], rel=1e-2)
+  assert row['flops'] > 0 and row['foretold_bytes'] > 0 and row['compile_s'] > 0 and row['compile_warm_s'] > 0
+
+
+def test_a_profile_is_left_for_other_programs(measured):
+  text, folder = measured
+  assert 'ms of kernels a step' in text and list(folder.glob('**/*.xplane.pb'))
+
+
+def test_instructions_of_a_program_are_told_with_where_they_come_from():
+  found = dict(step.instructions('  ROOT %fusion.1 = f32[2,3]{1,0} fusion(%x), metadata={op_name="jit(step)/mul"}\n'
+                                 '  %gemm.2 = f32[4] custom-call(%y), custom_call_target="__cublas$gemm"\nENTRY main {'))
+  assert found == {'fusion.1': 'f32[2,3]{1,0} jit(step)/mul', 'gemm.2': 'f32[4] __cublas$gemm'}
+
+
+def test_causal_attention_counts_half_of_its_products():
+  from data_pipelines import pipeline
+  from lab import config as configs, mesh, optim, train
+  from lab.task import load
+  config = configs.read('configs/gpt.py:smoke')
+  config.input.cache = False
+  task = load(config)
+  batches = pipeline.Batches(task.source('train'), config.input, 4, (0,), train=True)
+  like = train.abstract(task, optim.make(config.optim, 10), config, batches.spec(1), mesh.make(config.mesh))
+  m, tokens = config.model, 4 * config.data.length
+  kernels = 12 * m.width**2 * m.layers + m.width * 128             # the vocabulary of 65 is filled up to 128
+  assert step.model_flops(config, batches, like) == 6 * tokens * (kernels + m.layers * m.width * config.data.length)
+
+
+def test_two_programs_are_measured_in_turns(tmp_path):
+  peer = tmp_path / 'peer.py'
+  peer.write_text('import json, sys\nassert sys.argv[1:] == ["--steps", "2", "--batch", "8", "sequences"], sys.argv\n'
+                  'print("noise")\nprint(json.dumps({"items_per_s": 0.5, "step_ms": 16000.0}))\n', encoding='utf-8')
+  run = subprocess.run(['benchmarks/compare.sh', str(peer), 'sequences', '--batch=8', SMALL[0]], cwd=ROOT, text=True,
+                       capture_output=True, check=True, env={**os.environ, 'PYTHON': sys.executable, 'ROUNDS': '1',
+                                                             'STEPS': '2'})
+  ours, theirs, last = run.stdout.splitlines()
+  assert json.loads(ours)['items'] == 8 and json.loads(theirs)['items_per_s'] == .5
+  assert 'peer 0.5 sequences/s (medians): ratio ' in last
+  assert subprocess.run(['benchmarks/compare.sh'], cwd=ROOT, check=False, capture_output=True).returncode == 2

@@ -35,8 +35,9 @@ def test_a_profile_is_left_for_other_programs(measured):
 
 
 def test_instructions_of_a_program_are_told_with_where_they_come_from():
-  found = dict(step.instructions('  ROOT %fusion.1 = f32[2,3]{1,0} fusion(%x), metadata={op_name="jit(step)/mul"}\n'
-                                 '  %gemm.2 = f32[4] custom-call(%y), custom_call_target="__cublas$gemm"\nENTRY main {'))
+  text = ('  ROOT %fusion.1 = f32[2,3]{1,0} fusion(%x), metadata={op_name="jit(step)/mul"}\n'
+          '  %gemm.2 = f32[4] custom-call(%y), custom_call_target="__cublas$gemm"\nENTRY main {')
+  found = dict(step.instructions(text))
   assert found == {'fusion.1': 'f32[2,3]{1,0} jit(step)/mul', 'gemm.2': 'f32[4] __cublas$gemm'}
 
 

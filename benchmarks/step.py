@@ -24,7 +24,9 @@ import time
 
 from absl import flags
 
+from data_pipelines import DataError
 from lab import config as configs
+from lab.task import ConfigError
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_string('config', None, 'The recipe.', flag_values=FLAGS)
@@ -37,7 +39,18 @@ UNITS = {'language': 'tokens', 'pose': 'images', 'video': 'sequences', 'dvae': '
 def main(argv: list[str]) -> int:
   """Runs the program and returns its exit code."""
   given = [a for a in argv if a.startswith('--config.')]
-  FLAGS([a for a in argv if a not in given])
+  try:
+    FLAGS([a for a in argv if a not in given])
+    return run(given)
+  except (ConfigError, DataError, flags.Error) as e:
+    print(f'error: {e}', file=sys.stderr)
+    return getattr(e, 'exit_code', 2)
+
+
+def run(given: list[str]) -> int:
+  """As main, but failures are raised; given: the arguments that change keys."""
+  if not FLAGS.config:
+    raise ConfigError('--config is missing, such as --config=configs/pose.py')
   config = configs.read(FLAGS.config)
   configs.override(config, ['', *given])
   from lab import train
@@ -51,7 +64,6 @@ def main(argv: list[str]) -> int:
 def measured(config, steps: int, profile: str, cache: str) -> dict:
   """What the module says, of a configuration; programs are kept in the folder `cache`, which is empty."""
   import jax
-  from data_pipelines import pipeline
   from lab import flops, memory, mesh as meshes, optim, train
   from lab.task import load
   jax.config.update('jax_compilation_cache_dir', cache)
@@ -59,8 +71,7 @@ def measured(config, steps: int, profile: str, cache: str) -> dict:
   task, size, micro = load(config), config.input.batch_size, config.optim.accumulate
   mesh = meshes.make(config.mesh)
   with jax.set_mesh(mesh):
-    batches = pipeline.Batches(task.source('train'), config.input, size, meshes.rows(mesh, size).fed, train=True,
-                               seed=config.seed)
+    batches = train.feed(task.source('train'), config, meshes.rows(mesh, size).fed)
     tx, stream = optim.make(config.optim, config.total_steps), iter(batches)
     like = train.abstract(task, tx, config, batches.spec(1), mesh)
     data = meshes.place_stacked(mesh, [next(stream) for _ in range(micro)], size)
@@ -115,13 +126,12 @@ def model_flops(config, batches, like) -> float:
   """FLOPs of an update by the module's count."""
   import jax
   from lab import flops
+  from lab.nn import attention
   from lab.task import load
-  plain = config.copy_and_resolve_references()
-  if 'attention' in plain.get('model', {}):
-    plain.model.attention = 'plain'       # a library's kernel tells nobody what it multiplies
   batch = {k: jax.ShapeDtypeStruct(s.shape, s.dtype) for k, s in batches.spec(config.input.batch_size).items()}
   key = jax.eval_shape(lambda: jax.random.key(0, impl=config.prng))
-  work = flops.training(load(plain).loss, like.params, like.stats, batch, key, like.step)
+  with attention.counted():
+    work = flops.training(load(config).loss, like.params, like.stats, batch, key, like.step)
   if config.get('model', {}).get('causal'):
     m, length = config.model, config.data.length
     work -= 3 * config.input.batch_size * m.layers * 2 * m.width * length**2

@@ -42,6 +42,6 @@ def get_config(variant: str = '') -> ConfigDict:
     config.data.update({'rows': (1536, 384, 96), 'lengths': (16, 24, 12), 'nodes': (6144, 384)})
     config.model.update({'widths': (128, 256, 512, 768), 'heads': 8, 'layers': 2, 'dtype': 'bfloat16'})
     config.optim.update({'learning_rate': 1e-3, 'warmup_steps': 500})
-    config.total_steps = 30_000
-    config.log_steps, config.eval_steps, config.checkpoint.steps = 100, 2000, 2000
+    config.total_steps = 29_000
+    config.log_steps, config.eval_steps, config.checkpoint.steps = 100, 3625, 3625
   return config

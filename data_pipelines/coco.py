@@ -158,7 +158,8 @@ def source(folder: str, split: str, image, augment, stride: int, people: int = 3
     augment: its `augment` section; None: the letterbox without chance, for evaluation.
     stride: pixels a label cell.
     people: rows; in training the last ones are dropped where a picture has more, in evaluation that is an error.
-    decoded_gib: memory for decoded pictures, GiB; those that fit are decoded once. Half of what is free is the most.
+    decoded_gib: memory of this process for decoded pictures, GiB, at most half of what is free; those that fit are
+      decoded once.
 
   Raises:
     DataError: not prepared, no such split, or more people in an evaluated picture than rows.

@@ -28,11 +28,10 @@ def opened(name: str) -> Iterator[Film]:
   Raises DataError for what can't be opened, has no frame or doesn't tell its frame rate. Rotation noted in a file is
   applied. A film that ends before its announced length gives the frames there are, with a warning.
   """
-  import cv2
+  cv2 = images.opencv()
   camera = name.isdecimal() and not os.path.exists(name)
   if not camera and not os.path.isfile(name):
     raise DataError(f'{name}: no such film')
-  level = cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)   # what it would print, our message says
   capture = cv2.VideoCapture(int(name)) if camera else cv2.VideoCapture(name)
   try:
     there, first = capture.read() if capture.isOpened() else (False, None)
@@ -48,11 +47,10 @@ def opened(name: str) -> Iterator[Film]:
     yield Film(fps, first.shape[:2], _frames(capture, first, promised, name))
   finally:
     capture.release()
-    cv2.utils.logging.setLogLevel(level)
 
 
 def _frames(capture, frame, promised, name):
-  import cv2
+  cv2 = images.opencv()
   count, there = 0, True
   while there:
     count += 1
@@ -73,7 +71,7 @@ def writer(path: str, fps: float, size: tuple[int, int]) -> Iterator[Callable[[n
     DataError: another suffix, a codec this OpenCV can't write, or no frame written.
     ValueError: a frame of another size.
   """
-  import cv2
+  cv2 = images.opencv()
   path = os.fspath(path)
   suffix = os.path.splitext(path)[1].lower()
   if suffix not in CODECS:

@@ -150,17 +150,18 @@ def check(image: np.ndarray) -> None:
 
 def resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
   """u8[H, W, 3] -> u8[height, width, 3], averaging when it shrinks and interpolating when it grows."""
-  cv2 = _opencv()
+  cv2 = opencv()
   shrinks = height * width < image.shape[0] * image.shape[1]
   return cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR)
 
 
 @functools.cache
-def _opencv():
-  """OpenCV on the calling thread alone, for the input pipeline has a thread a core already."""
+def opencv():
+  """OpenCV on the calling thread alone, for the input pipeline has a thread a core already; it prints nothing."""
   os.environ.setdefault('OPENCV_IO_MAX_IMAGE_PIXELS', str(PIXELS_MAX))      # read once, at its import
   import cv2
   cv2.setNumThreads(1)
+  cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)         # what it would print, our message says
   return cv2
 
 
@@ -169,20 +170,21 @@ def decode(data: bytes) -> np.ndarray:
 
   Raises ValueError where it is cut off, broken, too large or no picture.
   """
-  cv2 = _opencv()
-  return _decoded(data, cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION, 'picture')
+  cv2 = opencv()
+  return _decoded(data, cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION, 'picture', b'\xff\xd8\xff')
 
 
 def decode_mask(data: bytes) -> np.ndarray:
   """A PNG of one channel -> u8[H, W, 1], 0 or 255 where it has one bit. Raises ValueError as `decode` does."""
-  return _decoded(data, _opencv().IMREAD_GRAYSCALE, 'mask')[..., None]
+  return _decoded(data, opencv().IMREAD_GRAYSCALE, 'mask', b'\x89PNG\r\n\x1a\n')[..., None]
 
 
-def _decoded(data, flags, name):
-  cv2 = _opencv()
-  with contextlib.suppress(cv2.error):        # too large, or no bytes at all
-    found = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
-    if found is not None:
+def _decoded(data, flags, name, magic):
+  cv2 = opencv()
+  with contextlib.suppress(cv2.error):        # too large
+    # it would try every format that it knows
+    found = data.startswith(magic) and cv2.imdecode(np.frombuffer(data, np.uint8), flags)
+    if isinstance(found, np.ndarray):
       return found
   raise ValueError(f'the {name} is cut off, broken, too large or of another format ({len(data)} bytes)')
 
@@ -222,7 +224,7 @@ def moved(image: np.ndarray, matrix: np.ndarray, size: int, fill: int) -> np.nda
   Returns:
     u8[size, size, 3].
   """
-  cv2 = _opencv()
+  cv2 = opencv()
   (height, width), matrix = image.shape[:2], np.array(matrix)
   growth = np.linalg.norm(matrix[:, :2], axis=1)        # along x and along y of `image`
   variance = (growth**2 - 1) / 6
@@ -249,18 +251,18 @@ def _box(variance: float) -> np.ndarray:
 
 def sampled(mask: np.ndarray, matrix: np.ndarray, size: int) -> np.ndarray:
   """The nearest pixel of a mask u8[H, W, 1] at every pixel of a square, u8[size, size], or 0; `matrix` as in moved."""
-  cv2 = _opencv()
+  cv2 = opencv()
   return cv2.warpAffine(mask, matrix, (size, size), flags=cv2.INTER_NEAREST | cv2.WARP_INVERSE_MAP)
 
 
 def mean(image: np.ndarray) -> np.ndarray:
   """The mean of each channel of [H, W, 3], of every 16th pixel."""
-  return np.array(_opencv().mean(image[::4, ::4])[:3])
+  return np.array(opencv().mean(image[::4, ::4])[:3])
 
 
 def mixed(image: np.ndarray, matrix: np.ndarray) -> np.ndarray:
   """Channels [H, W, 3] times matrix [3, 4], whose last column is added; type as before, u8 rounded and clipped."""
-  return _opencv().transform(image, matrix)
+  return opencv().transform(image, matrix)
 
 
 class Stroke(NamedTuple):
@@ -273,7 +275,7 @@ class Stroke(NamedTuple):
 
 def draw(image: np.ndarray, strokes: Sequence[Stroke]) -> np.ndarray:
   """A copy of u8[H, W, 3] with round-ended, smooth strokes in the order given; what lies outside is cut off."""
-  cv2 = _opencv()
+  cv2 = opencv()
   out, fine = image.copy(), 4                                 # 4 bits of a pixel's fraction
   limit = 4 * max(image.shape)
   for s in strokes:

@@ -56,7 +56,7 @@ def forward(function: Callable, *abstract_args: Any) -> float:
   The arguments are trees of arrays or jax.ShapeDtypeStructs. Elementwise work is left out, as is usual. A scan counts
   its body times its length, a cond its dearest branch, a while loop one turn, since nobody knows how many it takes.
   Attention counts in full, whatever a mask hides of it, and so does a convolution's padding. Kernels written by hand
-  (Pallas) count their body once; library calls behind a primitive of their own count nothing, but cuDNN's attention.
+  (Pallas) count their body once; library calls behind a primitive of their own (cuDNN attention) count nothing.
   """
   return float(_total(jax.make_jaxpr(function)(*abstract_args).jaxpr))
 
@@ -73,9 +73,6 @@ def _cost(eqn) -> int:
     return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(left[i] for i in contracted)
   if name == 'conv_general_dilated':
     return _convolution(eqn)
-  if name.startswith('dot_product_attention_fwd'):      # cuDNN's: of q [B, S, H, D] and k [B, T, H, D]
-    queries, keys = (v.aval.shape for v in eqn.invars[:2])
-    return 4 * math.prod(queries) * keys[1]
   inside = [_total(j) for j in jaxprs_in_params(params)]
   if name == 'cond':
     return max(inside)

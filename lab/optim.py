@@ -203,8 +203,9 @@ def make(o, total_steps: int, rate: Callable[[Step, Joint], jax.Array] | None = 
 
 def _bounded(o) -> bool:
   names = [o.name, *([o.second.name] if _has_second(o) else [])]
-  sizes = [o.learning_rate, o.decay, *(factor for _, factor in o.rates)]
-  return set(names) <= set(BOUNDED) and max(sizes) <= TAME
+  sizes = [o.learning_rate, o.end_rate, o.decay, *(factor for _, factor in o.rates)]
+  grows = 'factor' in SCHEDULES[o.schedule] and o.factor > 1
+  return set(names) <= set(BOUNDED) and max(sizes) <= TAME and not grows
 
 
 def _transformation(o) -> optax.GradientTransformation:

@@ -18,6 +18,7 @@ from lab.checkpoint import Checkpoints, digest
 from lab.config import choice, core, flatten
 from lab.graft import continued, fill, graft
 from lab.ledger import Ledger
+from lab.nn import attention
 from lab.programs import Program
 from lab.task import ConfigError, Task, TrainState
 
@@ -182,7 +183,8 @@ def _flops(task, config, batches, like) -> float:
     return 0.0
   batch = {k: jax.ShapeDtypeStruct(s.shape, s.dtype) for k, s in batches.spec(config.input.batch_size).items()}
   key = jax.eval_shape(lambda: jax.random.key(0, impl=config.prng))
-  return flops.training(task.loss, like.params, like.stats, batch, key, like.step) / (peak * jax.device_count())
+  with attention.counted():
+    return flops.training(task.loss, like.params, like.stats, batch, key, like.step) / (peak * jax.device_count())
 
 
 def start(task, tx, config, like, spec, checkpoints) -> TrainState:

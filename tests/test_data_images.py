@@ -1,5 +1,6 @@
 """Pictures and films at the edge of the lab: every common kind is read, every broken one is named."""
 
+import io
 import logging
 import os
 import pathlib
@@ -242,3 +243,16 @@ def test_broken_films_and_absent_cameras_are_named(tmp_path):
   with pytest.raises(DataError, match='there is no camera 97'):
     with films.opened('97'):
       pass
+
+
+@pytest.mark.parametrize('kind', ['BMP', 'TIFF', 'WEBP', 'GIF', 'PNG'])
+def test_a_record_s_picture_is_a_jpeg_and_nothing_else(kind, capfd):
+  """OpenCV would read them all, by decoders that nobody asked for."""
+  buffer = io.BytesIO()
+  Image.new('RGB', (8, 8)).save(buffer, kind)
+  for data in (buffer.getvalue(), b'', b'\xff\xd8\xff'):
+    with pytest.raises(ValueError, match='of another format'):
+      images.decode(data)
+  with pytest.raises(ValueError, match='of another format'):
+    images.decode_mask(buffer.getvalue()[:20])
+  assert capfd.readouterr() == ('', '')

@@ -32,7 +32,7 @@ ROOMS = (
 DOORS = {
     'absl': r'lab/main\.py|data_pipelines/prepare\.py',
     'clu': r'lab/logs\.py',
-    'cv2': r'data_pipelines/(images|films)\.py',
+    'cv2': r'data_pipelines/images\.py',
     'flax': r'lab/nn/|lab/systems/\w+/(model|simvp|pools|lattice|memory)\.py',
     'fsspec': r'lab/files\.py',
     'gcsfs': r'lab/files\.py',

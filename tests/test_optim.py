@@ -52,6 +52,19 @@ def test_averaged_weights(toy_config):
   assert optim.weights(params, opt._replace(ema={})) is params
 
 
+@pytest.mark.parametrize('values', [
+    {'schedule': 'exponential', 'factor': 10.0, 'factor_steps': 1}, {'schedule': 'linear', 'end_rate': 3e38},
+    {'rates': (('w', 1e30),), 'learning_rate': 1e9}])
+def test_a_rate_that_grows_without_end_is_watched(toy_config, values):
+  """Where the schedule, its end or a factor can make a finite gradient's change infinite, it is skipped and counted."""
+  o = section(toy_config, **{'name': 'sgd', 'learning_rate': 1.0, 'decay': 0.0, **values})
+  tx = optim.make(o, 60)
+  params = {'w': jnp.full((2, 2), 7.0)}
+  new, opt, ok, _ = tx.update(jnp.float32(1), {'w': jnp.full((2, 2), 1e2)}, tx.init(params), params, jnp.int32(59))
+  assert not ok and opt.skipped.tolist() == [1, 1]
+  np.testing.assert_array_equal(new['w'], params['w'])
+
+
 @pytest.mark.parametrize('bad', ['loss', 'gradient', 'update'])
 def test_a_non_finite_update_changes_nothing_but_the_count(toy_config, bad):
   o = section(toy_config, name='adamw', ema=0.5, learning_rate=3e38 if bad == 'update' else 1e-3, decay=3.0)

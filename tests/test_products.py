@@ -37,8 +37,9 @@ def test_a_contraction_of_bfloat16_is_float32_and_multiplies_nothing_in_float32(
 
 @pytest.mark.parametrize('small', [0, 100])
 def test_the_gradient_of_a_lookup_adds_what_each_row_got(monkeypatch, small):
-  """By a product for a small table, row by row for a large one."""
+  """By a product for a small table, row by row for a large one, and on a CPU."""
   monkeypatch.setattr(products, 'SMALL', small)
+  monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
   table, = draw(2, (7, 5))
   ids = jnp.array(np.random.default_rng(3).integers(7, size=(3, 4)))
   run = lambda f: jax.grad(lambda t: jnp.sin(f(t)).sum())(table)

@@ -4,6 +4,9 @@ Several documents share a row: `segments` i32[B, S] names each token's document,
 document alone, and padding sees and is seen by nobody.
 """
 
+import contextlib
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +15,7 @@ from lab.nn.products import contract
 
 IMPLEMENTATIONS = ('auto', 'plain', 'flash')
 TILE = 64        # queries of a tile of these kernels
+_counting = False
 MAX_HEAD = 128   # of cuDNN's kernels on every GPU that has them
 
 
@@ -41,6 +45,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False, se
     key_segments = segments
   if implementation != 'plain':
     obstacle = _obstacle(q, k, segments, mask, dropout)
+    obstacle = obstacle or _counting * 'products are being counted'
     rows = 1 if obstacle or segments is not None or q.shape != k.shape else _rows_a_tile(q)
     if rows > 1:
       return _side_by_side(q, k, v, causal, lengths, rows)
@@ -49,6 +54,17 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False, se
     if implementation == 'flash':
       raise ValueError(f'flash attention: {obstacle}')
   return _plain(q, k, v, _visible(q, k, causal, segments, key_segments, mask, lengths), dropout, key)
+
+
+@contextlib.contextmanager
+def counted():
+  """Within, 'auto' takes einsums, so that a traced program shows what it multiplies; a kernel tells nobody."""
+  global _counting
+  before, _counting = _counting, True
+  try:
+    yield
+  finally:
+    _counting = before
 
 
 def positions(segments: jax.Array) -> jax.Array:
@@ -143,8 +159,10 @@ def _flash(q, k, v, causal, segments, key_segments, lengths):
 
 
 def _rows_a_tile(q) -> int:
-  """How many short rows fill a tile of the kernel; it takes as long for one."""
-  return next((n for n in range(TILE // q.shape[1], 1, -1) if q.shape[0] % n == 0), 1)
+  """How many short rows fill a tile of the kernel, which takes as long for one; each device keeps rows of its own."""
+  mesh = jax.sharding.get_abstract_mesh()
+  parts = math.prod(mesh.shape[a] for a in ('data', 'fsdp') if a in mesh.shape)
+  return next((n for n in range(TILE // q.shape[1], 1, -1) if q.shape[0] % (n * parts) == 0), 1)
 
 
 def _side_by_side(q, k, v, causal, lengths, rows):

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-  """-log softmax(logits)[label]: logits [..., V], labels i32[...] in 0..V-1 -> f32[...] nats."""
+  """-log softmax(logits)[label]: logits [..., V], labels i32[...] in 0..V-1 (not checked) -> f32[...] nats."""
   logits = logits.astype(jnp.float32)
   # chosen by comparison, for the gradient of a gather is a scatter
-  one = jax.lax.broadcasted_iota(labels.dtype, (1,) * labels.ndim + logits.shape[-1:], labels.ndim)
+  one = jax.lax.broadcasted_iota(jnp.int32, (1,) * labels.ndim + logits.shape[-1:], labels.ndim)
   picked = jnp.where(one == labels[..., None], logits, 0).sum(-1)
   return jax.nn.logsumexp(logits, -1) - picked
 
@@ -30,7 +30,7 @@ def projected(states: jax.Array, matrix: jax.Array, bias: jax.Array | None, labe
     classes: rows of the matrix that can be meant; those behind fill it up.
 
   Returns:
-    (nats f32[...], bool[...]); of labels that share the largest logit each counts as the largest.
+    (nats f32[...], bool[...]); of equal logits, and rounding makes many, the first is the largest, as argmax has it.
   """
   lead = states.shape[:-1]
   nats, right = _projected(states.reshape(-1, states.shape[-1]), matrix, bias, labels.reshape(-1), classes)
@@ -52,7 +52,8 @@ def _projected_forward(states, matrix, bias, labels, classes):
   most = wide.max(-1)
   total = most + jnp.log(jnp.exp(wide - most[:, None]).sum(-1))
   picked = jnp.where(one == labels[:, None], wide, 0).sum(-1)
-  return (total - picked, picked >= most), (states, matrix, bias, labels, logits, total)
+  earlier = ((wide == most[:, None]) & (one < labels[:, None])).any(-1)
+  return (total - picked, (picked >= most) & ~earlier), (states, matrix, bias, labels, logits, total)
 
 
 def _projected_backward(classes, kept, slopes):

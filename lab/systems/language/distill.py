@@ -106,6 +106,7 @@ def make(config, teacher, words: tokens.Tokenizer | None, vocabulary: int) -> mo
       raise _wrong(config, 'teacher', f'a run with the tokenizer of data.dir = {config.data.dir!r}; {path} is another')
   teacher = teacher.copy_and_resolve_references()
   teacher.model.attention = config.model.attention      # where the student learns there may be no kernel
+  teacher.data.documents = config.data.documents        # it reads the student's windows
   return model.make(teacher, vocabulary, 0)
 
 

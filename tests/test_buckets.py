@@ -84,6 +84,7 @@ def same(bucket, whole, name='run'):
 # the whole program
 
 
+@long
 def test_killed_and_started_elsewhere_it_ends_with_the_same_bits(lab, bucket, toy_data, tmp_path):
   for name in os.listdir(toy_data):
     with open(os.path.join(toy_data, name), 'rb') as f:

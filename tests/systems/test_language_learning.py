@@ -1,6 +1,7 @@
 """BERT and GPT learn a Markov source as well as its entropy allows, and what BERT learnt carries over."""
 
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -145,6 +146,7 @@ def test_bert_reaches_what_both_neighbours_tell(source):
   assert nats >= 1.465     # less would mean that it sees what it has to guess
 
 
+@pytest.mark.skipif(not os.environ.get('LAB_LONG'), reason='it trains three times: LAB_LONG=1')
 def test_what_bert_learnt_carries_over(source):
   """Sequences of the source against some with 12 of 32 letters redrawn: which is which?"""
   def labelled(count, seed):

@@ -350,6 +350,7 @@ def project(folder):
   commit(folder)
 
 
+@pytest.mark.skipif(not os.environ.get('LAB_LONG'), reason='two minutes: LAB_LONG=1')
 def test_two_hosts_train_stop_and_end(tmp_path, toy_data, cloud):
   project(tmp_path / 'project')
   cloud.repo = tmp_path / 'project'

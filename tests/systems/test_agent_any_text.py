@@ -1,10 +1,14 @@
 """Any text takes the same program and the same memory."""
 
 import json
+import os
+
+import pytest
 
 from benchmarks import agent_any_text
 
 
+@pytest.mark.skipif(not os.environ.get('LAB_LONG'), reason='two minutes and more: LAB_LONG=1')
 def test_odd_texts_among_others_need_no_other_program(tmp_path, capsys):
   (tmp_path / 'texts').mkdir()
   for i in range(20):

@@ -1,12 +1,14 @@
 """The whole of pose, from records through the loop to AP: stick people are learnt."""
 
 import json
+import os
 
 import pytest
 
 from tests import stick_figures
 
 
+@pytest.mark.skipif(not os.environ.get('LAB_LONG'), reason='four minutes: LAB_LONG=1')
 @pytest.mark.timeout(2400)
 def test_stick_figures_are_learnt(lab, tmp_path):
   data = tmp_path / 'data'

@@ -111,7 +111,7 @@ FAULTS = {
         "a configuration that can't run",
         'the key and the nearest one, 2, before TensorFlow and devices', (
             'test_main.py::test_a_wrong_configuration', 'test_main.py::test_what_is_missing',
-            'test_main.py::test_a_recipe_with_a_typo', 'test_main.py::test_a_configuration_error',
+            'test_main.py::test_a_recipe_with_a_typo', 'test_main.py::test_help_and_configuration_errors',
             'test_evaluate.py::test_meshes_that_do_not_fit', 'test_optim.py::test_settings_that_cannot')),
     'F23': Fault(
         'ids, colours, types that are out of range',

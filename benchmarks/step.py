@@ -147,12 +147,10 @@ def traced(step, state, data, folder: str) -> None:
     jax.block_until_ready(sums)
   path = max(glob.glob(os.path.join(folder, '**', '*.xplane.pb'), recursive=True), key=os.path.getmtime)
   names = dict(instructions(step.as_text()))
-  rows, total = kernels(path), 0.0
-  for name, (seconds, count) in sorted(rows.items(), key=lambda x: -x[1][0]):
-    total += seconds
-    if len(rows) <= SHOWN or seconds >= sorted((s for s, _ in rows.values()), reverse=True)[SHOWN]:
-      print(f'{1e3 * seconds / TRACED:9.3f} ms {count / TRACED:7.1f} x  {name[:70]:<70} {names.get(name, "")[:150]}')
-  print(f'{1e3 * total / TRACED:9.3f} ms of kernels a step')
+  rows = sorted(kernels(path).items(), key=lambda x: -x[1][0])
+  for name, (seconds, count) in rows[:SHOWN]:
+    print(f'{1e3 * seconds / TRACED:9.3f} ms {count / TRACED:7.1f} x  {name[:70]:<70} {names.get(name, "")[:150]}')
+  print(f'{1e3 * sum(seconds for _, (seconds, _) in rows) / TRACED:9.3f} ms of kernels a step')
 
 
 def kernels(path: str) -> dict[str, tuple[float, int]]:

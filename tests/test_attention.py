@@ -69,6 +69,21 @@ def test_short_rows_go_side_by_side_into_a_kernel_s_tile(monkeypatch, causal, so
   assert seen == [((1, B * S, H, D), (1, B * S))]
 
 
+@pytest.mark.parametrize('implementation', ['auto', 'flash'])
+def test_what_is_counted_is_einsums_where_a_kernel_would_run(monkeypatch, implementation):
+  """A kernel's products are seen by nobody; and asking for the kernel must not end what only counts."""
+  monkeypatch.setattr(attention, '_obstacle', lambda *_: '')
+  monkeypatch.setattr(attention, '_flash', lambda q, *_: q)
+
+  def trace():
+    run = lambda *x: attend(*x, implementation=implementation)      # a new one, for JAX remembers what it traced
+    return str(jax.make_jaxpr(run)(*draw())).count('dot_general')
+  assert trace() == 0
+  with attention.counted():
+    assert trace() == 2
+  assert trace() == 0
+
+
 def test_other_keys_and_a_mask_of_any_rank():
   q, k, v = draw(keys=9)
   keys = jnp.array([[2] * 4 + [1] * 4 + [0], [1] * 9, [1] * 9])

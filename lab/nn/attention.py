@@ -43,9 +43,8 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False, se
     raise ValueError('segments and lengths: expected one of them')
   if segments is not None and key_segments is None:
     key_segments = segments
-  if implementation != 'plain':
+  if implementation != 'plain' and not _counting:
     obstacle = _obstacle(q, k, segments, mask, dropout)
-    obstacle = obstacle or _counting * 'products are being counted'
     rows = 1 if obstacle or segments is not None or q.shape != k.shape else _rows_a_tile(q)
     if rows > 1:
       return _side_by_side(q, k, v, causal, lengths, rows)
@@ -58,7 +57,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False, se
 
 @contextlib.contextmanager
 def counted():
-  """Within, 'auto' takes einsums, so that a traced program shows what it multiplies; a kernel tells nobody."""
+  """Within, attention is einsums, so that a traced program shows what it multiplies; a kernel tells nobody."""
   global _counting
   before, _counting = _counting, True
   try:

@@ -4,13 +4,14 @@ import os
 import sys
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
-# XLA's threads wait inside of collectives: where every one of them does, nobody is left for the device that all wait
-# for, and after a time XLA ends the process
+# a device's thread does all of its work: where eight devices share a pool of threads, collectives wait inside of it,
+# and now and then nobody is left for the device that all wait for. 32 threads are for programs that wait for their
+# inputs
 os.environ['NPROC'] = '32'
-# most of the time would go into compiling: these two halve it, and programs of this size run as fast. Processes that
+# most of the time would go into compiling: the last two halve it, and programs of this size run as fast. Processes that
 # tests start have the flags that users have
-os.environ['XLA_FLAGS'] = ('--xla_force_host_platform_device_count=8 '
-                           '--xla_cpu_collective_call_terminate_timeout_seconds=800 '
+os.environ['XLA_FLAGS'] = ('--xla_force_host_platform_device_count=8 --xla_cpu_multi_thread_eigen=false '
+                           '--xla_cpu_collective_call_terminate_timeout_seconds=300 '
                            '--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=1')
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', os.path.expanduser('~/.cache/lab/jax-tests'))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')

@@ -17,6 +17,7 @@ from lab import flops, hlo, logs, memory, mesh as meshes, optim, sharding, topol
 from lab.task import ConfigError, Task
 
 SHOWN = 12           # arrays whose sharding is told
+NAMES = {'dcn': 'the network between slices'}        # of bounds, where people read them
 
 
 def run(task: Task, config, name: str, output: str = '') -> dict:
@@ -43,10 +44,9 @@ def run(task: Task, config, name: str, output: str = '') -> dict:
         raise
       said = next((line for line in str(e).splitlines() if 'exceed' in line), str(e).splitlines()[0])
       raise TooLarge(f'{name}: the step does not fit: {said.strip()}. {_advice(config, like, mesh)}') from None
+  sent = hlo.collectives(compiled.as_text(), len(machine.devices), machine.slices_of(mesh.devices.flat))
   report |= {'memory': _memory(compiled, machine, like, batch), 'flops': work,
-             'collectives': {k: v._asdict() for k, v in hlo.collectives(compiled.as_text(),
-                                                                        len(machine.devices)).items()},
-             'sharding': _layout(like)}
+             'collectives': {k: v._asdict() for k, v in sent.items()}, 'sharding': _layout(like)}
   report['roofline'] = _roofline(report, machine, config.peak_tflops)
   print(text(report), flush=True)
   if output:
@@ -91,15 +91,20 @@ def _roofline(report, machine, peak_tflops) -> dict:
   """Seconds that a step takes at least, by each bound, and the share of the peak that this leaves (MFU).
 
   compute: the model's FLOPs at the devices' peak. memory: arguments, results and temporaries each moved once (written
-  and read). network: what collectives send, over the links of a slice; several slices take longer than that.
+  and read). network: what collectives send inside a slice, over its links. dcn: what they send from one slice to
+  another at least, over the data-center network; 0 where there is one slice, None, and no bound, where there are
+  several and nobody says what a chip can send.
   """
   chip, m = machine.chip, report['memory']
   peak = 1e12 * peak_tflops or flops.peak(report['device_kind'])
-  traffic = sum(c['traffic'] for c in report['collectives'].values())
+  traffic, crossing = (sum(c[key] for c in report['collectives'].values()) for key in ('traffic', 'dcn'))
   moved = m['arguments'] + m['output'] + 2 * m['temporaries']
   bounds = {'compute': report['flops'] / (peak * report['devices']) if peak else 0.0,
-            'memory': moved / chip.hbm if chip.hbm else 0.0, 'network': traffic / chip.link if chip.link else 0.0}
+            'memory': moved / chip.hbm if chip.hbm else 0.0, 'network': traffic / chip.link if chip.link else 0.0,
+            'dcn': crossing / chip.dcn if chip.dcn else 0.0}
   worst = max(bounds, key=bounds.get)
+  if machine.slices > 1 and not chip.dcn:
+    bounds['dcn'] = None
   return {**bounds, 'bound': worst if bounds[worst] else '', 'seconds': bounds[worst],
           'mfu': bounds['compute'] / bounds[worst] if bounds[worst] else 0.0}
 
@@ -136,11 +141,19 @@ def text(report: dict) -> str:
            f'{size(m["temporaries"])}, output {size(m["output"])}, reused {size(m["reused"])})',
            f'  model FLOPs       {report["flops"]:.4g} a step']
   lines += [f'  {kind:<18}{c["count"]} a step, {size(c["payload"])}, of which a device sends {size(c["traffic"])}'
+            + (f', and {size(c["dcn"])} to other slices' if c['dcn'] else '')
             for kind, c in report['collectives'].items()]
-  lines.append(f'  at least          {1e3 * r["seconds"]:.3g} ms a step, bound by {r["bound"]} (compute '
-               f'{1e3 * r["compute"]:.3g}, memory {1e3 * r["memory"]:.3g}, network {1e3 * r["network"]:.3g} ms); MFU '
-               f'at most {r["mfu"]:.0%}' if r['bound'] else '  no bound          this device\'s figures are not known')
+  lines.append(f'  at least          {1e3 * r["seconds"]:.3g} ms a step, bound by {NAMES.get(r["bound"], r["bound"])} '
+               f'({_bounds(report)}); MFU at most {r["mfu"]:.0%}' if r['bound'] else
+               '  no bound          this device\'s figures are not known')
   lines += [f'  {path:<40} {how}' for path, how in report['sharding'].items()]
   return '\n'.join(lines)
 
 
+def _bounds(report) -> str:
+  """All of them, in milliseconds."""
+  r = report['roofline']
+  told = f'compute {1e3 * r["compute"]:.3g}, memory {1e3 * r["memory"]:.3g}, network {1e3 * r["network"]:.3g}'
+  if r['dcn'] is None:
+    return f'{told} ms, between slices not known'
+  return f'{told}, between slices {1e3 * r["dcn"]:.3g} ms' if report['slices'] > 1 else f'{told} ms'

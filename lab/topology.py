@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -17,17 +18,19 @@ class Chip(NamedTuple):
   """What one device has; its peak FLOP/s is in flops.py. 0 where nobody says."""
   hbm: float           # bytes/s of its memory
   link: float          # bytes/s that it sends to the others of its slice, or over NVLink
+  dcn: float           # bytes/s that it sends to other slices, over the data-center network
 
 
-# cloud.google.com/tpu/docs/v4, v5e, v5p, v6e: memory; half of the bidirectional bandwidth between chips. H100, H200:
-# NVIDIA's data sheets (SXM); half of NVLink's 900 GB/s.
+# cloud.google.com/tpu/docs/v4, v5e, v5p, v6e: memory; half of the bidirectional bandwidth between chips; the
+# data-center network: 50 Gbit/s a chip of v5p, a 256th of 6.4 and 25.6 Tbit/s a pod of v5e and v6e, of v4 not said.
+# H100, H200: NVIDIA's data sheets (SXM); half of NVLink's 900 GB/s.
 CHIPS = (
-    (r'TPU v4', Chip(1228 * GB, 300 * GB)),
-    (r'TPU v5 ?lite|TPU v5e', Chip(819 * GB, 200 * GB)),
-    (r'TPU v5p?', Chip(2765 * GB, 600 * GB)),
-    (r'TPU v6 ?lite|TPU v6e', Chip(1600 * GB, 400 * GB)),
-    (r'NVIDIA H100 80GB HBM3', Chip(3350 * GB, 450 * GB)),
-    (r'NVIDIA H200', Chip(4800 * GB, 450 * GB)),
+    (r'TPU v4', Chip(1228 * GB, 300 * GB, 0)),
+    (r'TPU v5 ?lite|TPU v5e', Chip(819 * GB, 200 * GB, 3.125 * GB)),
+    (r'TPU v5p?', Chip(2765 * GB, 600 * GB, 6.25 * GB)),
+    (r'TPU v6 ?lite|TPU v6e', Chip(1600 * GB, 400 * GB, 12.5 * GB)),
+    (r'NVIDIA H100 80GB HBM3', Chip(3350 * GB, 450 * GB, 0)),
+    (r'NVIDIA H200', Chip(4800 * GB, 450 * GB, 0)),
 )
 # bytes of memory that the compiler (libtpu 0.0.42.1) lets a program fill, as its refusal of a larger one says
 MEMORY = {'v4': 30.75 * 2**30, 'v5e': 15.75 * 2**30, 'v5p': 95.74 * 2**30, 'v6e': 31.25 * 2**30}
@@ -50,7 +53,13 @@ class Topology(NamedTuple):
   def chip(self) -> Chip:
     """What each device has."""
     kind = self.devices[0].device_kind
-    return next((chip for names, chip in CHIPS if re.fullmatch(names, kind)), Chip(0, 0))
+    return next((chip for names, chip in CHIPS if re.fullmatch(names, kind)), Chip(0, 0, 0))
+
+  def slices_of(self, devices: Iterable) -> list[int]:
+    """The slice of each of these, from 0 on."""
+    each = len(self.devices) // self.slices
+    place = {device: i // each for i, device in enumerate(self.devices)}
+    return [place[device] for device in devices]
 
 
 def find(name: str) -> Topology:

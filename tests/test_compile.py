@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import types
 
 import pytest
 from lab import main, topology
@@ -41,6 +42,54 @@ def test_a_step_is_compiled_and_told(toy, tmp_path, capsys):
   assert found['roofline']['bound'] == ''                  # nobody knows what a fake device can do
   told = capsys.readouterr().out
   assert 'cpu:8: 8 x cpu' in told and 'all-reduce' in told and all(path in told for path in found['sharding'])
+
+
+def two_slices(monkeypatch, dcn):
+  """Eight fake devices in two slices, with figures that make one bound or another the worst."""
+  find = topology.find
+  monkeypatch.setattr(topology, 'find', lambda name: find(name)._replace(slices=2))
+  monkeypatch.setattr(topology, 'CHIPS', (('cpu', topology.Chip(1e9, 1e9, dcn)),))
+
+
+def test_what_crosses_between_slices_bounds_a_step(toy, tmp_path, capsys, monkeypatch):
+  two_slices(monkeypatch, 1e3)
+  flags = '--config.mesh.data=2', '--config.mesh.fsdp=4', '--config.input.batch_size=8', '--config.peak_tflops=1.0'
+  code, found = compiled(tmp_path, 'cpu:8', *flags)
+  assert code == 0 and found['slices'] == 2
+  crossing, r = sum(c['dcn'] for c in found['collectives'].values()), found['roofline']
+  assert crossing > 0 and r['bound'] == 'dcn' and r['seconds'] == r['dcn'] == crossing / 1e3
+  assert r['network'] == sum(c['traffic'] for c in found['collectives'].values()) / 1e9
+  assert r['mfu'] == r['compute'] / r['dcn']
+  told = capsys.readouterr().out
+  assert 'bound by the network between slices' in told and 'to other slices' in told
+
+
+def test_a_network_between_slices_that_nobody_knows_is_no_bound_and_is_told(toy, tmp_path, capsys, monkeypatch):
+  two_slices(monkeypatch, 0)
+  code, found = compiled(tmp_path, 'cpu:8', '--config.mesh.data=2', '--config.mesh.fsdp=4',
+                         '--config.input.batch_size=8')
+  assert code == 0 and found['roofline']['dcn'] is None and found['roofline']['bound'] == 'memory'
+  assert 'between slices not known' in capsys.readouterr().out
+
+
+def test_one_slice_sends_nothing_to_others(toy, tmp_path, capsys, monkeypatch):
+  monkeypatch.setattr(topology, 'CHIPS', (('cpu', topology.Chip(1e9, 1e9, 0)),))
+  found = compiled(tmp_path, 'cpu:8', '--config.mesh.data=8', '--config.mesh.fsdp=1',
+                   '--config.input.batch_size=8')[1]
+  assert found['roofline']['dcn'] == 0 and not any(c['dcn'] for c in found['collectives'].values())
+  assert 'slices' not in capsys.readouterr().out
+
+
+def test_slices_are_told_by_the_order_of_a_machines_devices():
+  machine = topology.Topology('x', list('abcdef'), 3, None)
+  assert machine.slices_of('fadb') == [2, 0, 1, 0]
+
+
+@pytest.mark.parametrize('kind, gbps', [('TPU v5', 50), ('TPU v5p', 50), ('TPU v5 lite', 6400 / 256),
+                                        ('TPU v6 lite', 25600 / 256), ('TPU v4', 0), ('NVIDIA H200', 0)])
+def test_chips_have_what_is_published_of_the_network_between_slices(kind, gbps):
+  chip = topology.Topology('', [types.SimpleNamespace(device_kind=kind)], 1, None).chip
+  assert 8 * chip.dcn == gbps * 1e9
 
 
 def test_model_flops_do_not_hang_on_the_mesh(toy, tmp_path):
@@ -107,6 +156,7 @@ def test_machines_have_their_devices(machine, count):
   found = topology.find(machine)
   assert len(found.devices) == count and found.chip.hbm and found.memory
   assert found.slices == (2 if '*' in machine else 1)
+  assert found.slices_of(found.devices[::-1]) == [getattr(d, 'slice_index', 0) for d in found.devices[::-1]]
 
 
 @tpu
@@ -114,6 +164,7 @@ def test_a_step_for_two_slices_keeps_fsdp_inside_of_them(toy, tmp_path, capsys):
   flags = ['--config.mesh.fsdp=4', '--config.input.batch_size=32']
   code, found = compiled(tmp_path, 'v5e:4x4*2', '--config.mesh.data=8', *flags)
   assert code == 0 and found['slices'] == 2 and found['roofline']['bound'] and found['memory']['fits']
+  assert found['roofline']['dcn'] == sum(c['dcn'] for c in found['collectives'].values()) / 3.125e9 > 0
   assert compiled(tmp_path, 'v5e:4x4*2', '--config.mesh.data=1', '--config.mesh.fsdp=32',
                   '--config.input.batch_size=32')[0] == 2
   assert 'a multiple of the 2 slices' in capsys.readouterr().err

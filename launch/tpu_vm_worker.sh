@@ -36,11 +36,17 @@ on_start() {      # on_start COMMAND_ID ARGUMENTS...
   shift
   cd "$dir"
   echo "--- $(hostname), started $(date -u +%FT%TZ)" >> "$run/log"
-  # in a session of its own, which outlives this connection, and the exit code outlives a SIGTERM for all of it
+  # in a session of its own, which outlives this connection, and the exit code outlives a SIGTERM for all of it; the
+  # watcher is in another and without the lock, so that it is no part of the run
   LAB_EXTRAS=tpu,gcs setsid bash -c 'trap : TERM
     echo $$ > "$0/pid"
-    code=0
+    code=0 watcher=
+    if [ -e launch/notice.sh ]; then
+      setsid launch/notice.sh $$ 8>&- &
+      watcher=$!
+    fi
     launch/run.sh "$@" --distributed || code=$?
+    [ -z "$watcher" ] || kill -- "-$watcher" 2>/dev/null
     echo $code > "$0/code.new"
     mv "$0/code.new" "$0/code"' "$run" "$@" </dev/null >>"$run/log" 2>&1 &
 }

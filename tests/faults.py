@@ -37,10 +37,11 @@ FAULTS = {
             'test_resume.py::test_an_evaluation_that_was_interrupted',
             'test_resume.py::test_tensorboard_has_one_value', 'test_early_stop.py::test_killed_between')),
     'F03': Fault(
-        'SIGTERM, and a second one',
-        'saves, ends with 75 in less than 30 s, goes on to the same bits', (
+        'SIGTERM, and a second one; a metadata server that announces the end of the host',
+        'saves, ends with 75 in less than 30 s, goes on to the same bits; one SIGTERM', (
             'test_resume.py::test_sigterm', 'test_resume.py::test_a_stopped_run',
-            'test_systems.py::test_a_stopped_run')),
+            'test_systems.py::test_a_stopped_run', 'test_notice.py::test_an_announcement',
+            'test_notice.py::test_the_lab_saves', 'test_notice.py::test_a_preempted_host')),
     'F04': Fault(
         'Ctrl-C once, twice',
         'saves and leaves; leaves at once, the last checkpoint is whole', (

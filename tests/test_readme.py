@@ -103,7 +103,8 @@ def test_every_command_runs(tmp_path, monkeypatch, capfd):
 
 def test_scripts_are_valid_and_quote_their_arguments():
   for script in ('launch/run.sh', 'launch/test.sh', 'launch/environment.sh', '.ci/run', 'launch/local_cluster.sh',
-                 'launch/tpu_vm.sh', 'launch/tpu_vm_worker.sh', 'launch/tpu_vm_babysit.sh'):
+                 'launch/tpu_vm.sh', 'launch/tpu_vm_worker.sh', 'launch/tpu_vm_babysit.sh',
+                 'launch/notice.sh'):
     subprocess.run(['bash', '-n', os.path.join(ROOT, script)], check=True)
     with open(os.path.join(ROOT, script), encoding='utf-8') as f:
       assert '$@' not in f.read().replace('"$@"', '')

@@ -231,38 +231,38 @@ def _summary(sizes: list[collections.Counter]) -> dict:
 
 # prepared folders
 
-def sample(rows: Sequence[int], lengths: Sequence[int], nodes: Sequence[int] = ()) -> str:
+def sample(rows: Sequence[int], lengths: Sequence[int], nodes: Sequence[int] = (), joined: bool = False) -> str:
   """The folder of the book that ships with the lab, Dracula, by chapters, in such packs; made on first use."""
-  return prepared.sample(SAMPLE, NAME, VERSION, prepare, rows=rows, lengths=lengths, nodes=nodes)
+  return prepared.sample(SAMPLE, NAME, VERSION, prepare, rows=rows, lengths=lengths, nodes=nodes, joined=joined)
 
 
-def templates(rows: Sequence[int], lengths: Sequence[int], nodes: Sequence[int] = ()) -> str:
+def templates(rows: Sequence[int], lengths: Sequence[int], nodes: Sequence[int] = (), joined: bool = False) -> str:
   """The folder of made-up documents, for tests and tables: 3,000 for train, 150 for validation; made on first use.
 
   They are those of templates.py, of seeds 0 and 1.
   """
   return prepared.sample('', 'text_trees_templates', VERSION, _templates, rows=rows, lengths=lengths, nodes=nodes,
-                         train=3000, validation=150)
+                         joined=joined, train=3000, validation=150)
 
 
 def _templates(raw_dir: str, out_dir: str, *, shards: int, rows: Sequence[int], lengths: Sequence[int],
-               nodes: Sequence[int], train: int, validation: int) -> tuple[str, dict]:
+               nodes: Sequence[int], joined: bool, train: int, validation: int) -> tuple[str, dict]:
   del raw_dir                        # there is none
   counts = {'train': train, 'validation': validation}
   writings = (books_raw.Writing(f'{split}#{n}', text, split, 'templates', 1)
               for seed, (split, count) in enumerate(counts.items())
               for n, text in enumerate(made_up.documents(count, seed), 1))
-  options = {**counts, 'rows': list(rows), 'lengths': list(lengths), 'nodes': list(nodes), 'joined': False,
+  options = {**counts, 'rows': list(rows), 'lengths': list(lengths), 'nodes': list(nodes), 'joined': joined,
              'shards': shards}
   return _write(builder('text_trees_templates'), out_dir, writings, options, {})
 
 
-def _find(folder: str, rows: Sequence[int], lengths: Sequence[int], nodes: Sequence[int]) -> str:
+def _find(folder: str, rows: Sequence[int], lengths: Sequence[int], nodes: Sequence[int], joined: bool) -> str:
   if folder in ('templates', 'sample'):
-    return {'templates': templates, 'sample': sample}[folder](rows, lengths, nodes)
+    return {'templates': templates, 'sample': sample}[folder](rows, lengths, nodes, joined)
   path = prepared.find(folder, NAME, VERSION)
   command = (f'`python -m data_pipelines.prepare books --raw_dir=TEXTS --out_dir=OUT --rows={_comma(rows)} '
-             f'--lengths={_comma(lengths)}' + f' --nodes={_comma(nodes)}' * bool(nodes) + '`')
+             f'--lengths={_comma(lengths)}' + f' --nodes={_comma(nodes)}' * bool(nodes) + ' --joined' * joined + '`')
   if not path:
     raise DataError(f'{folder}: no packs of text there. Prepare them with {command}')
   found = prepared.manifest(path)
@@ -273,6 +273,9 @@ def _find(folder: str, rows: Sequence[int], lengths: Sequence[int], nodes: Seque
     raise DataError(f'{path}: packs of rows {_comma(there[0])} and lengths {_comma(there[1])}; wanted are rows '
                     f'{_comma(rows)} and lengths {_comma(lengths)}. Prepare such with {command}, or set those that are '
                     'there')
+  if found['options']['joined'] != joined:
+    raise DataError(f'{path}: packs in which neighbours {"do not " * joined}share rows. Prepare others with {command}, '
+                    f'or set data.joined = {not joined}')
   held = found['options'].get('nodes', [])
   if nodes and (len(held) != len(nodes) or any(a > b for a, b in zip(held, nodes))):
     raise DataError(f'{path}: packs of {"nodes " + _comma(held) if held else "any number of nodes"}; wanted are nodes '
@@ -285,7 +288,7 @@ def _comma(numbers: Iterable[int]) -> str:
 
 
 def source(folder: str, split: str, *, rows: Sequence[int], lengths: Sequence[int],
-           nodes: Sequence[int] = ()) -> Source:
+           nodes: Sequence[int] = (), joined: bool = False) -> Source:
   """A split as the pipeline reads it, for each level l, 0 to K:
 
     ids_l        i32[U_l, L_l]   units, terminator, PAD
@@ -299,11 +302,12 @@ def source(folder: str, split: str, *, rows: Sequence[int], lengths: Sequence[in
     rows: U_l of each level; those of the prepared data set.
     lengths: L_l.
     nodes: N_l, the most that the prepared data set may have of each level but the highest; (): any.
+    joined: whether neighbours share rows in the prepared data set.
 
   Raises:
     DataError: not prepared, no such split, or packs of other sizes.
   """
-  path = _find(folder, rows, lengths, nodes)
+  path = _find(folder, rows, lengths, nodes, joined)
   found = prepared.manifest(path)
   if split not in found['splits']:
     raise DataError(f'{path}: no split {split!r}; there are {", ".join(sorted(found["splits"]))}')

@@ -19,7 +19,7 @@ _Named = tuple[str, dict[str, Any]]
 
 
 def texts(source: str, verb: str, rows: Sequence[int], lengths: Sequence[int], widths: Sequence[int],
-          buckets: Sequence[float] = (1 / 4, 1 / 2, 1)) -> Iterator[dict[str, Any] | DataError]:
+          buckets: Sequence[float] = (1 / 4, 1 / 2, 1), joined: bool = False) -> Iterator[dict[str, Any] | DataError]:
   """Batches of one item each, of few shapes; an item that can't be used comes as the DataError that says why.
 
   Args:
@@ -39,6 +39,7 @@ def texts(source: str, verb: str, rows: Sequence[int], lengths: Sequence[int], w
     widths: d_0 to d_(K+1), of vectors.
     buckets: shares of the rows. A text is packed with the smallest in which it is one pack, or else with the largest;
       U below is max(ceil(share U_l), what one row of level K may need). A share is more than 0 and at most 1.
+    joined: neighbours share a row where they fit; see packs.rows.
 
   Yields:
     mask f32[1], and for the host name [str], which no two have, and write(text), which prints it; and by verb:
@@ -54,9 +55,9 @@ def texts(source: str, verb: str, rows: Sequence[int], lengths: Sequence[int], w
     ValueError: rows and lengths that packs.Packer refuses.
   """
   sizes = _sizes(rows, lengths, buckets)
-  read = {'interpolate': lambda: _between(source, sizes, lengths), 'decode': lambda: _vectors(source, widths),
+  read = {'interpolate': lambda: _between(source, sizes, lengths, joined), 'decode': lambda: _vectors(source, widths),
           'generate': lambda: _draws(source),
-          **dict.fromkeys(('rebuild', 'encode', 'neighbours'), lambda: _packed(source, sizes, lengths))}
+          **dict.fromkeys(('rebuild', 'encode', 'neighbours'), lambda: _packed(source, sizes, lengths, joined))}
   taken = set()
   for item in read[verb]():
     if isinstance(item, DataError):
@@ -88,7 +89,8 @@ def _sizes(rows: Sequence[int], lengths: Sequence[int], buckets: Sequence[float]
   return list(dict.fromkeys(found))
 
 
-def _packed(source: str, sizes: list[tuple[int, ...]], lengths: Sequence[int]) -> Iterator[_Named | DataError]:
+def _packed(source: str, sizes: list[tuple[int, ...]], lengths: Sequence[int],
+            joined: bool) -> Iterator[_Named | DataError]:
   for label, where, text in _texts(source):
     if isinstance(text, DataError):
       yield text
@@ -96,22 +98,23 @@ def _packed(source: str, sizes: list[tuple[int, ...]], lengths: Sequence[int]) -
     if not text.strip():
       yield DataError(f'{where}: no text in it')
       continue
-    for number, pack in enumerate(_packs(text, sizes, lengths), 1):
+    for number, pack in enumerate(_packs(text, sizes, lengths, joined), 1):
       yield label + f'#{number}' * (number > 1), _fields(pack)
 
 
-def _packs(text: bytes, sizes: list[tuple[int, ...]], lengths: Sequence[int]) -> Iterator[packs.Pack]:
+def _packs(text: bytes, sizes: list[tuple[int, ...]], lengths: Sequence[int], joined: bool) -> Iterator[packs.Pack]:
   nodes = trees.nodes(text, len(lengths) - 1)
   for most in sizes[:-1]:
     # the second pack is enough to know that a bucket is too small: a long text is not packed to its end for each
-    found = list(itertools.islice(_filled(nodes, most, lengths), 2))
+    found = list(itertools.islice(_filled(nodes, most, lengths, joined), 2))
     if len(found) == 1:
       return iter(found)
-  return _filled(nodes, sizes[-1], lengths)
+  return _filled(nodes, sizes[-1], lengths, joined)
 
 
-def _filled(nodes: list[trees.Node], most: Sequence[int], lengths: Sequence[int]) -> Iterator[packs.Pack]:
-  packer = packs.Packer(most, lengths)
+def _filled(nodes: list[trees.Node], most: Sequence[int], lengths: Sequence[int],
+            joined: bool) -> Iterator[packs.Pack]:
+  packer = packs.Packer(most, lengths, joined)
   for node in nodes:
     yield from packer.add(node, 0)
   yield from packer.rest()
@@ -231,16 +234,18 @@ def _short(value: Any) -> str:
 
 # two sentences
 
-def _between(source: str, sizes: list[tuple[int, ...]], lengths: Sequence[int]) -> Iterator[_Named | DataError]:
+def _between(source: str, sizes: list[tuple[int, ...]], lengths: Sequence[int],
+             joined: bool) -> Iterator[_Named | DataError]:
   for label, pair in _pairs(source):
-    yield pair if isinstance(pair, DataError) else _tried(lambda: (label, _two(pair, sizes, lengths)))
+    yield pair if isinstance(pair, DataError) else _tried(lambda: (label, _two(pair, sizes, lengths, joined)))
 
 
-def _two(pair: list[tuple[str, bytes]], sizes: list[tuple[int, ...]], lengths: Sequence[int]) -> dict[str, Any]:
+def _two(pair: list[tuple[str, bytes]], sizes: list[tuple[int, ...]], lengths: Sequence[int],
+         joined: bool) -> dict[str, Any]:
   for where, text in pair:
     _check_sentence(text, where, lengths)
   # one row of level K fits into every bucket, so both fit into the smallest
-  first, other = (_fields(next(_packs(text, sizes[:1], lengths))) for _, text in pair)
+  first, other = (_fields(next(_packs(text, sizes[:1], lengths, joined))) for _, text in pair)
   return first | {f'other_{k}': x for k, x in other.items() if k.startswith(('ids_', 'counts_'))}
 
 

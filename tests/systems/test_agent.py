@@ -18,10 +18,10 @@ def small():
   return config
 
 
-def batch(config):
+def batch(config, text=TEXT):
   """Two packs: one of the text, one with nothing in it."""
-  packer = packs.Packer(config.data.rows, config.data.lengths)
-  for node in trees.nodes(TEXT, 2):
+  packer = packs.Packer(config.data.rows, config.data.lengths, config.data.joined)
+  for node in trees.nodes(text, 2):
     assert not list(packer.add(node, 0))
   pack, = packer.rest()
   out = {'mask': np.ones(2, np.float32)}
@@ -128,7 +128,7 @@ def test_hidden_and_replaced_units():
   rows = passes.Rows(ids, jnp.ones(last.shape))
   assert (rows.last == last).all()
   made, = objectives.altered([rows], jnp.arange(8, dtype=jnp.uint32).reshape(4, 2))
-  seen, place, changed, share = made
+  _, seen, place, changed, share = made
   assert ((seen != ids).sum(-1) <= 1).all() and place.min() == 0 and place.max() == 6
   assert abs(float((seen == packs.MASK).sum() / 2000) - .9) < .03
   assert (changed[..., 6:] == ids[..., 6:]).all()          # neither terminators nor padding
@@ -138,6 +138,25 @@ def test_hidden_and_replaced_units():
   assert (alone.seen == seen[2:3]).all() and (alone.changed == changed[2:3]).all()
   # 66 % of the rows, each unit with chance U(0, .8), of which 3 of 9 are drawn from no unit and stay
   assert abs(float(share.mean()) - .66 * .4 * 6 / 9) < .02 and (share == 0).mean() > .34
+
+
+def test_units_are_mixed_within_their_level_and_pack():
+  config = small()
+  levels = [passes.rows(batch(config), level) for level in range(3)]
+  levels = [x._replace(ids=jnp.concatenate([x.ids[:1]] * 200), counts=jnp.concatenate([x.counts[:1]] * 200))
+            for x in levels]
+  numbers = np.arange(400, dtype=np.uint32).reshape(200, 2)
+  made = jax.jit(objectives.mixed, static_argnums=1)(levels, (.1, .4, 0.0), numbers)
+  assert (made[2].ids == levels[2].ids).all()
+  for new, old, share in zip(made, levels, (.1, .4)):
+    unit = old.ids >= packs.FIRST
+    assert ((new.ids == old.ids) | unit).all() and (new.ids >= packs.FIRST).sum() == unit.sum()
+    assert set(np.unique(new.ids)) <= set(np.unique(old.ids[:1]))
+    differ = float((new.ids != old.ids).sum() / unit.sum())
+    assert .8 * share < differ < 1.05 * share                 # what is drawn may be the same
+    assert len({x.tobytes() for x in np.asarray(new.ids)}) > 150      # another text for each number
+  again = objectives.mixed(levels, (.1, .4, 0.0), numbers)
+  assert all((a.ids == b.ids).all() for a, b in zip(made, again))
 
 
 def test_coherence_is_right_at_its_minimum():

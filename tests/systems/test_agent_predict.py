@@ -1,6 +1,7 @@
 """Text trees from the command line: what a run predicts, and files that it packs."""
 
 import json
+import shutil
 
 import pytest
 from lab import main
@@ -67,6 +68,15 @@ def test_a_file_is_packed_and_comes_back(run, tmp_path, capsys):
   assert told['bytes'] == len(source.read_bytes()) and told['coded_bytes'] == len(packed.read_bytes())
   assert compress.main(['unpack', f'--workdir={run}', f'--from={packed}', f'--to={back}']) == 0
   assert back.read_bytes() == source.read_bytes()
+  # a run that was made before these keys were
+  older = tmp_path / 'older'
+  shutil.copytree(run, older)
+  made = json.loads((older / 'config.json').read_text())
+  del made['data']['joined'], made['data']['mixed'], made['loss']['join']
+  (older / 'config.json').write_text(json.dumps(made))
+  assert compress.main(['unpack', f'--workdir={older}', f'--from={packed}', f'--to={tmp_path}/c.txt']) == 0
+  assert (tmp_path / 'c.txt').read_bytes() == source.read_bytes()
+  capsys.readouterr()
   for argv, code in ((['unpack', *given], 3), (['pack', *given[1:], f'--workdir={tmp_path}'], 2),
                      (['pack', f'--workdir={run}', f'--from={tmp_path}/none', f'--to={packed}'], 3)):
     assert compress.main(argv) == code

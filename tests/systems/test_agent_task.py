@@ -7,7 +7,7 @@ import optax
 import pytest
 from configs import agent
 from lab import metrics, optim, sharding
-from lab.systems.agent import passes, scores, show, task
+from lab.systems.agent import model, objectives, passes, scores, show, task
 from lab.task import ConfigError, TrainState
 from tests.systems.test_agent import TEXT, batch, small
 
@@ -30,7 +30,8 @@ def numbered(config):
     ('model.repeats', 0, 'at least 1'), ('predict.verb', 'guess', 'rebuild'), ('predict.steps', 4, 'nothing reads it'),
     ('predict.verb', 'generate', 'no generator'), ('loss.levels', (1.0, 2.0), 'expected 3 numbers'),
     ('predict.nearest', 9, 'nothing reads it'), ('data.nodes', (14, 9), 'level 0 needs at least 15'),
-    ('data.nodes', (14,), 'expected 2')])
+    ('data.nodes', (14,), 'expected 2'), ('data.mixed', (.1,), 'expected 3 shares'),
+    ('data.mixed', (.1, 1.0, 0.0), 'less than 1')])
 def test_settings_that_do_not_fit_are_refused(key, value, told):
   config = made()
   config.unlock()
@@ -84,6 +85,28 @@ def test_the_loss_is_the_sum_of_its_terms(learnt):
   weights = {'reconstruct': 1.0, 'length': 0.3, 'difference': 0.05, 'masked': 0.1, 'coherence': 0.1}
   assert found['loss'] == pytest.approx(sum(weights[k.split('_')[0]] * found[k] for k in terms), rel=1e-5)
   assert not any(k.startswith(task.TERM) for k in found)
+
+
+def test_training_mixes_units_and_nothing_else_does():
+  config = made(**{'data.mixed': (.2, .2, .2)})
+  plain, built, rows = task.make_task(made()), task.make_task(config), numbered(config)
+  params = jax.jit(lambda: built.init(jax.random.key(0), rows)[0])()
+  terms, others = (jax.jit(x.loss)(params, {}, rows, jax.random.key(1), 0)[0] for x in (built, plain))
+  differ = {name for name in terms if float(terms[name][0]) != float(others[name][0])}
+  assert {'reconstruct_0', 'reconstruct_1', 'reconstruct_2', 'reconstruct_0_from_2', 'difference_1'} <= differ
+  sums, same = (jax.device_get(jax.jit(x.measure)(params, {}, rows)) for x in (built, plain))
+  assert jax.tree.all(jax.tree.map(np.array_equal, sums, same))
+  # hidden units are those of the text, and so are the labels of what was replaced
+  levels = [passes.rows(rows, level) for level in range(3)]
+  mixed = objectives.mixed(levels, config.data.mixed, rows['number'])
+  variables, net = {'params': params}, model.make(config)
+  raw = task.passed(config, net, variables, rows, True, {'dropout': jax.random.key(1)}).raw
+  ups = passes.up(net, variables, mixed, [x.changed for x in objectives.altered(levels, rows['number'])])
+  for level, (u, odd) in enumerate(zip(ups, objectives.altered(levels, rows['number']))):
+    judged = objectives.coherence(*net.apply(variables, level, u.others, method='check'), odd.share)
+    weight = levels[level].valid * (~objectives.known(odd.changed, levels[0]) if not level else 1.0)
+    if level:
+      np.testing.assert_allclose(raw[f'coherence_{level}'][0], (judged * weight).sum(), rtol=1e-4)
 
 
 def test_without_the_path_loss_nothing_is_decoded_from_above():

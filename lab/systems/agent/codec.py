@@ -17,7 +17,8 @@ The file: LABTREE1; u32, little-endian, the length of the header; the header, JS
 
   groups      zlib of JSON: of levels 4 to K + 1 the number of each node's children. Lists may be empty, never nodes
   vectors     zlib of i8[rows, d_(K+1)]
-  structure   of each batch of rows, level K first: every node's number of units, then of each whether it goes on
+  structure   of each batch of rows, level K first: every node's number of units, then of each whether it goes on, then,
+              where neighbours share rows, of each unit whether it is JOIN
   bytes       of each batch of rows: the words' bytes
 """
 
@@ -70,6 +71,7 @@ class Codec:
       raise ValueError(f'a digest of {len(digest)} characters; expected at most 64')
     self.params, self.digest = params, digest
     self.rows, self.lengths = tuple(config.data.rows), tuple(config.data.lengths)
+    self.joined = config.data.joined
     self.level, self.width = len(self.lengths) - 1, config.model.widths[-1]
     self.batch = max(1, min(BATCH, PLACES // int(np.prod(self.lengths))))
     top = self.level
@@ -81,7 +83,7 @@ class Codec:
     if len(text) > MOST:
       raise DataError(f'a text of {len(text)} bytes; at most {MOST} are coded: cut it')
     nodes, groups = taken_apart(text, self.level)
-    rows = [row for node in nodes for row in packs.rows(node, self.level, self.lengths)]
+    rows = [row for node in nodes for row in packs.rows(node, self.level, self.lengths, self.joined)]
     vectors = self._vectors(nodes, rows)
     structure, spelt = arithmetic.Encoder(), arithmetic.Encoder()
     for start in range(0, len(rows), self.batch):
@@ -135,7 +137,7 @@ class Codec:
 
   def _vectors(self, nodes, rows) -> np.ndarray:
     """i8[R, d_(K+1)] of rows of level K, those of the nodes. A vector depends on its row alone: equal rows have one."""
-    found, packer = {}, packs.Packer(self.rows, self.lengths)
+    found, packer = {}, packs.Packer(self.rows, self.lengths, self.joined)
 
     def add(pack):
       levels = [passes.Rows(ids[None], counts[None].astype(np.float32)) for ids, counts in zip(pack.ids, pack.counts)]
@@ -269,7 +271,7 @@ def _coded(found: passes.Unfolded, count: int, structure: _Code, spelt: _Code,
   Coding and decoding are this one walk. structure and spelt get logits [M, S] and the symbols [M], None where they
   are not known, and give the symbols. Leaves are of `count` rows; what is behind a terminator is 0.
   """
-  last, cont, there = [], [], np.ones((count, 1), bool)
+  last, cont, joins, there = [], [], [None], np.ones((count, 1), bool)
   for k in range(len(found.places) - 1, -1, -1):
     at = np.nonzero(there)
     size, goes = np.zeros(there.shape, np.int64), np.zeros(there.shape, bool)
@@ -279,14 +281,27 @@ def _coded(found: passes.Unfolded, count: int, structure: _Code, spelt: _Code,
     cont.append(goes)
     inside = there[..., None] & (np.arange(found.places[k].shape[-1])[None, None] < size[..., None])
     there = inside.reshape(count, -1)
+    if k:
+      joins.append(_joined(found.joins[k - 1], there, structure, None if known is None else known.joins[k - 1]))
+      there = there & ~joins[-1]
   out = np.zeros(inside.shape, np.uint8)
   out[inside] = spelt(found.bytes[:count][inside], None if known is None else known.bytes[inside])
-  return passes.Spelt(last[::-1], cont[::-1], out)
+  return passes.Spelt(last[::-1], cont[::-1], out, joins[::-1])
+
+
+def _joined(logits, there, code: _Code, known) -> np.ndarray:
+  """Which places hold JOIN, bool[n, P]; of those that are `there` it is coded, by logits f32[N, P]; None: none does."""
+  out = np.zeros(there.shape, bool)
+  if logits is not None:
+    at = np.nonzero(there)
+    yes = logits[at] / 2
+    out[at] = code(np.stack([-yes, yes], 1), None if known is None else known[at])
+  return out
 
 
 def _laid_out(rows, lengths) -> passes.Spelt:
   """Rows of level K by place, as `passes.unfold` has them."""
-  here, last, cont, places = [(n, 0, row) for n, row in enumerate(rows)], [], [], 1
+  here, last, cont, joins, places = [(n, 0, row) for n, row in enumerate(rows)], [], [], [None], 1
   for k in range(len(lengths) - 1, -1, -1):
     size, goes = np.zeros((len(rows), places), np.int64), np.zeros((len(rows), places), bool)
     for n, place, row in here:
@@ -296,15 +311,22 @@ def _laid_out(rows, lengths) -> passes.Spelt:
     if k:
       here = [(n, place * lengths[k] + i, unit) for n, place, row in here for i, unit in enumerate(row.units)]
       places *= lengths[k]
+      joins.append(np.zeros((len(rows), places), bool))
+      joins[-1][[n for n, _, unit in here if unit is None], [place for _, place, unit in here if unit is None]] = True
+      here = [(n, place, unit) for n, place, unit in here if unit is not None]
   out = np.zeros((len(rows), places, lengths[0]), np.uint8)
   for n, place, row in here:
     out[n, place, :len(row.units)] = np.frombuffer(row.units, np.uint8)
-  return passes.Spelt(last[::-1], cont[::-1], out)
+  return passes.Spelt(last[::-1], cont[::-1], out, joins[::-1])
 
 
 def _rows(found: passes.Spelt) -> list[packs.Row]:
   """The inverse of `_laid_out`."""
+  top = len(found.last) - 1
+
   def row(k, n, place):
+    if k < top and found.joins[k][n, place]:
+      return None
     count = int(found.last[k][n, place])
     if not k:
       units = found.bytes[n, place, :count].tobytes()
@@ -312,5 +334,4 @@ def _rows(found: passes.Spelt) -> list[packs.Row]:
       width = found.last[k - 1].shape[1] // found.last[k].shape[1]
       units = tuple(row(k - 1, n, place * width + i) for i in range(count))
     return packs.Row(units, not found.cont[k][n, place])
-  top = len(found.last) - 1
   return [row(top, n, 0) for n in range(len(found.last[top]))]

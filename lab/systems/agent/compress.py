@@ -15,7 +15,7 @@ from data_pipelines import DataError, images
 
 from lab.checkpoint import Checkpoints, digest
 from lab.config import of_run
-from lab.systems.agent import model
+from lab.systems.agent import config as shape, model
 from lab.systems.agent.codec import MOST, Codec
 from lab.task import ConfigError
 
@@ -33,9 +33,12 @@ def _arguments(argv):
 
 
 def _run(args) -> dict:
-  config = of_run(args.workdir)
-  if config.task != 'lab.systems.agent.task':
-    raise ConfigError(f'--workdir={args.workdir}: a run of {config.task}; expected one of lab.systems.agent.task')
+  told = of_run(args.workdir)
+  if told.task != 'lab.systems.agent.task':
+    raise ConfigError(f'--workdir={args.workdir}: a run of {told.task}; expected one of lab.systems.agent.task')
+  # what an older run had not heard of is as it was then, and what it packed stays readable
+  config = shape.get_config().unlock()
+  config.update(told)
   with open(args.source, 'rb') as f:
     data = f.read(MOST + 1)
   with contextlib.closing(Checkpoints(args.workdir)) as checkpoints:

@@ -17,6 +17,8 @@ def get_config() -> ConfigDict:
       'rows': (160, 32, 12),     # of a pack, U_l
       'lengths': (12, 12, 4),    # units of a row with its terminator, L_l
       'nodes': (224, 32),        # of a level below the rows of one above, one number less; (): all places are decoded
+      'mixed': (),               # share of each level's units that training replaces by others of the pack; (): none
+      'joined': False,           # neighbours share a row where they fit, with JOIN between
   })
   config.model = ConfigDict({
       'widths': (32, 64, 128, 192),  # of bytes, and of the vectors of each level
@@ -36,13 +38,14 @@ def get_config() -> ConfigDict:
   config.loss = ConfigDict({     # weights; a level's losses are means over its nodes
       'reconstruct': 1.0,        # cross-entropy of units, and of terminators threefold
       'length': 0.3,             # cross-entropy of the number of units
+      'join': 0.3,               # with data.joined: cross-entropy of whether a unit is JOIN
       'difference': 0.05,        # of decoded vectors to those that they stand for
       'masked': 0.1,             # cross-entropy of a hidden unit
       'coherence': 0.1,          # squared error of the share of replaced units
       'plausible': 0.0,          # squared share of replaced units that a decoded unit's checker sees in it
       'gate': 0.001,             # with a memory: how wide it stands open
       'levels': (),              # factor of all losses of each level, 0 to K; (): 1
-      'path': 1.0,               # factor of reconstruct and length for nodes decoded from above; 0: none are
+      'path': 1.0,               # factor of reconstruct, length and join for nodes decoded from above; 0: none are
       'unify': 4.4,              # nats that the cross-entropy of V classes is scaled to, times 1 / ln V; 0: as it is
   })
   config.predict = ConfigDict({  # --mode=predict

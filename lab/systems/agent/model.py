@@ -30,13 +30,14 @@ class Decoded(NamedTuple):
 
 def make(config) -> 'Tree':
   """The network of a configuration."""
-  return Tree(FrozenConfigDict(config.model), tuple(config.data.lengths))
+  return Tree(FrozenConfigDict(config.model), tuple(config.data.lengths), config.data.joined)
 
 
 class Tree(nn.Module):
   """All levels; each method is one step up or down."""
   model: Any           # the section config.model
   lengths: tuple[int, ...]
+  joined: bool = False     # neighbours may share a row: units of all levels between words and the top may be JOIN
 
   def setup(self):
     m = self.model
@@ -45,6 +46,8 @@ class Tree(nn.Module):
     self.specials = [self.param(f'specials{l}', start, (FIRST, m.widths[l]), jnp.float32)
                      for l in range(1, len(self.lengths))]
     self.levels = [Level(m, m.widths[l], m.widths[l + 1], n) for l, n in enumerate(self.lengths)]
+    if self.joined:
+      self.joins = [nn.Dense(1, dtype=jnp.float32) for _ in self.lengths[1:-1]]
     if m.questions:
       self.memory = Memory(m.widths[1], m.questions)
     if m.noise:
@@ -83,6 +86,12 @@ class Tree(nn.Module):
     """f32[B, R, L, d_l] -> logits f32[B, R, L, 2] of the terminator, were it there: END, CONT."""
     specials = self.specials[level - 1] if level else self.bytes
     return self.levels[level].logits(units, specials[END:CONT + 1])
+
+  def parted(self, level, units):
+    """f32[B, R, L, d_l] -> logits f32[B, R, L] that units are JOIN; None at levels that have none."""
+    if not self.joined or not 0 < level < len(self.lengths) - 1:
+      return None
+    return self.joins[level - 1](units)[..., 0]
 
   def guess(self, level, states, table, extra):
     """States of hidden units [B, R, d_l] -> logits f32[B, R, V] of what they were."""
@@ -126,6 +135,7 @@ class Tree(nn.Module):
       units = jnp.zeros((1, 1, length, table.shape[-1]))
       states, below = self.up(level, units, ones)
       found = self.down(level, below)
+      self.parted(level, found.units)
       out = (self.logits(level, found.units, table, extra), self.guess(level, states[:, :, 0], table, extra),
              self.check(level, below), found.length)
     return out

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from data_pipelines.packs import FIRST, MASK
+from data_pipelines.packs import FIRST, JOIN, MASK
 
 from lab.nn import losses
 from lab.systems.agent import memory, passes
@@ -53,6 +53,7 @@ def keys(numbers, stream):
 
 class Altered(NamedTuple):
   """What is made of a level's rows for its checks."""
+  rows: passes.Rows      # these
   seen: jax.Array        # i32[B, U, L]: a unit of each row is hidden
   place: jax.Array       # i32[B, U]: this one
   changed: jax.Array     # i32[B, U, L]: some units of some rows are others
@@ -68,7 +69,25 @@ def altered(levels, numbers) -> list[Altered]:
   out = []
   for x, rows, units in zip(levels, parts[::2], parts[1::2]):
     place, seen = hidden(x.ids, x.last, rows[:, 0], rows[:, 1], units[:, 0])
-    out.append(Altered(seen, place, *replaced(x.ids, x.last, rows[:, 2], rows[:, 3], units[:, 1], units[:, 2])))
+    out.append(Altered(x, seen, place, *replaced(x.ids, x.last, rows[:, 2], rows[:, 3], units[:, 1], units[:, 2])))
+  return out
+
+
+def mixed(levels, shares, numbers):
+  """Rows of which each unit is another of its level with the chance shares[l]: text that nobody wrote, to rebuild.
+
+  Drawn anew for every batch, by the packs' u32[B, 2] numbers. Few books are soon known by heart, their words in any
+  other order are not.
+  """
+  out = []
+  for level, (found, share) in enumerate(zip(levels, shares)):
+    chances = jax.vmap(lambda key: jax.random.uniform(key, (2, *found.ids.shape[1:])))(keys(numbers, 3 + level))
+    flat = found.ids.reshape(len(found.ids), -1)
+    unit = flat >= FIRST
+    units = jnp.take_along_axis(flat, jnp.argsort(~unit, axis=1, stable=True), 1)          # units come first
+    at = (chances[:, 1].reshape(flat.shape) * unit.sum(1, keepdims=True)).astype(jnp.int32)
+    other = jnp.take_along_axis(units, at, 1).reshape(found.ids.shape)
+    out.append(found._replace(ids=jnp.where((found.ids >= FIRST) & (chances[:, 0] < share), other, found.ids)))
   return out
 
 
@@ -105,11 +124,14 @@ def _other(chance, ids):
   return jnp.where(drawn >= FIRST, drawn, ids)
 
 
+def sure(logit, label):
+  """Cross-entropy of a yes or no: logits f32[...], bool[...] -> f32[...]."""
+  return jnp.maximum(logit, 0) - logit * label + jnp.log1p(jnp.exp(-jnp.abs(logit)))
+
+
 def coherence(share, logit, wanted):
   """(share - wanted)^2 and a hundredth of the cross-entropy of whether any is replaced: f32[B, R]."""
-  label = (wanted > 0).astype(jnp.float32)
-  sure = jnp.maximum(logit, 0) - logit * label + jnp.log1p(jnp.exp(-jnp.abs(logit)))
-  return jnp.square(share - wanted) + 0.01 * sure
+  return jnp.square(share - wanted) + 0.01 * sure(logit, wanted > 0)
 
 
 def known(changed, rows):
@@ -140,17 +162,18 @@ def total(values, weight):
   return jnp.where(weight > 0, values * weight, 0).sum(), weight.sum()
 
 
-def classes(level, levels):
-  """How many rows a table has that can be meant, f32[B]."""
+def classes(level, levels, joined):
+  """How many rows a table has that can be meant, f32[B]. joined: whether JOIN can."""
   if not level:
     return jnp.full(len(levels[0].ids), FIRST + 256.0)
-  return levels[level - 1].valid.sum(1) + 2.0            # and the two terminators
+  return levels[level - 1].valid.sum(1) + 2.0 + joined     # and the two terminators
 
 
 def losses_of(net, params, levels, ups, downs, odd, config):
   """All terms: name -> (total, weight), weighted by config.loss; and raw ones, for the log.
 
-  odd: of each level what is `altered`, of which `ups` have `seen` and `changed` as others.
+  odd: of each level what is `altered`, of which `ups` have `seen` and `changed` as others; of the rows that `levels`
+    may have been `mixed` from, lest a hidden unit be one that nothing tells, and a unit that is wrong be called right.
   """
   o, terms, raw = config.loss, {}, {}
 
@@ -160,13 +183,16 @@ def losses_of(net, params, levels, ups, downs, odd, config):
     if weight:
       terms[name] = (pair[0] * weight, pair[1])
   for level, (found, high, low) in enumerate(zip(levels, ups, downs)):
-    kappa = scale(o.unify, classes(level, levels))[:, None]
+    parted, joins = net.apply(params, level, low.units, method='parted'), None
+    kappa = scale(o.unify, classes(level, levels, parted is not None))[:, None]
     weight = jnp.sqrt(found.counts) if not level else found.valid.astype(jnp.float32)
     ids, real, last = (passes.taken(x, low.row) for x in (found.ids, found.real, found.last[..., None]))
     last = last[..., 0]
     logits = net.apply(params, level, low.units, high.table, high.extra, method='logits')
     nats = kappa * reconstruct(logits, ids, real, last)
     size = losses.cross_entropy(low.length, last)
+    if parted is not None:
+      joins = mean(sure(parted, ids == JOIN), real)
     start = 0
     for origin, count in zip(low.origin, low.parts):
       piece = slice(start, start + count)
@@ -174,20 +200,22 @@ def losses_of(net, params, levels, ups, downs, odd, config):
       tail = '' if origin == level else f'_from_{origin}'
       add(f'reconstruct_{level}{tail}', total(nats[:, piece], low.weight[:, piece]), o.reconstruct * factor)
       add(f'length_{level}{tail}', total(size[:, piece], low.weight[:, piece]), o.length * factor)
+      if joins is not None:
+        add(f'join_{level}{tail}', total(joins[:, piece], low.weight[:, piece]), o.join * factor)
       start = piece.stop
     own = slice(0, low.parts[0])
     if low.gate is not None:
       add('gate', total(memory.cost(low.gate[:, own], found.real), weight), o.gate)
     if level:
       add(f'difference_{level}', total(difference(low.units[:, own], high.units, found.real), weight), o.difference)
-    place, count = odd[level].place, found.ids.shape[1]
-    at = jnp.take_along_axis(high.states[:, :count], place[:, :, None, None], 2)[:, :, 0]
-    wanted = jnp.take_along_axis(found.ids, place[..., None], 2)[..., 0]
+    made, count = odd[level], found.ids.shape[1]
+    at = jnp.take_along_axis(high.states[:, :count], made.place[:, :, None, None], 2)[:, :, 0]
+    wanted = jnp.take_along_axis(made.rows.ids, made.place[..., None], 2)[..., 0]
     guess = net.apply(params, level, at, high.table, high.extra, method='guess')
     add(f'masked_{level}', total(kappa * losses.cross_entropy(guess, wanted), weight), o.masked)
     judged = net.apply(params, level, high.others[:, count:], method='check')
-    sound = weight if level else weight * ~known(odd[level].changed, found)
-    add(f'coherence_{level}', total(coherence(*judged, odd[level].share), sound), o.coherence)
+    sound = weight if level else weight * ~known(made.changed, made.rows)
+    add(f'coherence_{level}', total(coherence(*judged, made.share), sound), o.coherence)
     if level and o.plausible:
       seems = plausible(net, params, level, low.units[:, own])
       add(f'plausible_{level}', total(mean(seems, found.real & (found.ids >= FIRST)), weight), o.plausible)
@@ -204,11 +232,11 @@ def rivals(net, params, vectors, there, noise):
     vectors: f32[N, d], of rows of the top level, of which bool[N] `there` are. noise: f32[N, model.noise].
   """
   real = there.astype(jnp.float32)
-  sure = lambda logits: total(jax.nn.softplus(-logits), real)
+  trust = lambda logits: total(jax.nn.softplus(-logits), real)
   doubt = lambda logits: total(jax.nn.softplus(logits), real)
   drawn = net.apply(params, noise, method='draw')
   frozen = {'params': {k: jax.lax.stop_gradient(v) if k.startswith('critic') else v
                        for k, v in params['params'].items()}}
   judge = lambda variables, x: net.apply(variables, x, method='criticise')
-  yes, no = sure(judge(params, jax.lax.stop_gradient(vectors))), doubt(judge(params, jax.lax.stop_gradient(drawn)))
-  return {'critic': (yes[0] + no[0], real.sum()), 'generator': sure(judge(frozen, drawn))}
+  yes, no = trust(judge(params, jax.lax.stop_gradient(vectors))), doubt(judge(params, jax.lax.stop_gradient(drawn)))
+  return {'critic': (yes[0] + no[0], real.sum()), 'generator': trust(judge(frozen, drawn))}

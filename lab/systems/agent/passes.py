@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from data_pipelines.packs import CONT, FIRST, PAD
+from data_pipelines.packs import CONT, FIRST, JOIN, PAD
 
 from lab.nn.products import lookup
 from lab.systems.agent import memory
@@ -151,6 +151,7 @@ class Unfolded(NamedTuple):
   places: list[jax.Array]    # f32[N, P_k, L_k]: logits of the terminator's place
   ends: list[jax.Array]      # f32[N, P_k, L_k, 2]: logits of END and CONT, were the terminator there
   bytes: jax.Array           # f32[N, P_0, L_0, 256]: logits
+  joins: list[jax.Array | None]  # f32[N, P_k]: logits that the place holds no node but JOIN; None where none can
 
 
 class Spelt(NamedTuple):
@@ -158,11 +159,12 @@ class Spelt(NamedTuple):
   last: list[jax.Array]      # i32[N, P_k]: the terminator's place, so many units are before it
   cont: list[jax.Array]      # bool[N, P_k]: it is CONT
   bytes: jax.Array           # i32[N, P_0, L_0]: 0 to 255
+  joins: list[jax.Array | None]  # bool[N, P_k]: the place holds JOIN; None where none can
 
 
 def unfold(net, params, level, vectors, recalled: Remembered | None = None) -> Unfolded:
   """Vectors f32[N, d_(l+1)] of level l, taken apart; sentences, l = 1, with a memory, f32[N, Q, d_1] and bool[N]."""
-  places, ends = [], []
+  places, ends, joins = [], [], [None]
   x = vectors[:, None]
   for k in range(level, -1, -1):
     decoded = net.apply(params, k, x, method='down')
@@ -171,8 +173,11 @@ def unfold(net, params, level, vectors, recalled: Remembered | None = None) -> U
       units, _ = net.apply(params, units, recalled.memory[:, None], recalled.there[:, None], method='recall')
     places.append(decoded.length)
     ends.append(net.apply(params, k, units, method='ended'))
+    if k:
+      parted = net.apply(params, k, units, method='parted')
+      joins.append(None if parted is None else parted.reshape(len(vectors), -1))
     x = units.reshape(len(vectors), -1, units.shape[-1])
-  return Unfolded(places[::-1], ends[::-1], net.apply(params, units, method='spelt'))
+  return Unfolded(places[::-1], ends[::-1], net.apply(params, units, method='spelt'), joins[::-1])
 
 
 def read(net, params, downs: list[Down]) -> list[Spelt]:
@@ -181,8 +186,10 @@ def read(net, params, downs: list[Down]) -> list[Spelt]:
   downs: of `down` with `path`. Where that left places out, there are no units, and zeros.
   """
   last = [low.length.argmax(-1).astype(jnp.int32) for low in downs]
-  cont = []
+  cont, joins = [], []
   for level, (low, n) in enumerate(zip(downs, last)):
+    parted = net.apply(params, level, low.units, method='parted')
+    joins.append(None if parted is None else parted > 0)
     ends = net.apply(params, level, low.units, method='ended')
     cont.append(jnp.take_along_axis(ends, n[..., None, None], 2)[:, :, 0].argmax(-1) == 1)
   letters = net.apply(params, downs[0].units, method='spelt').argmax(-1).astype(jnp.int32)
@@ -201,8 +208,10 @@ def read(net, params, downs: list[Down]) -> list[Spelt]:
         spread = lambda x, at: jnp.zeros((sizes[k], *x.shape[1:]), x.dtype).at[at].set(x)
         x = jax.vmap(spread)(x[:, piece], downs[k].place[:, piece])
       return x.reshape(len(x), count, -1, *x.shape[2:])
+    inside = [None if joins[k] is None else of(k, joins[k]).reshape(len(letters), count, -1)
+              for k in range(1, level + 1)]
     out.append(Spelt([of(k, last[k]) for k in range(level + 1)], [of(k, cont[k]) for k in range(level + 1)],
-                     of(0, letters)))
+                     of(0, letters), [*inside, None]))
   return out
 
 
@@ -210,20 +219,22 @@ def likeliest(found: Unfolded) -> Spelt:
   """The likeliest of everything."""
   last = [x.argmax(-1).astype(jnp.int32) for x in found.places]
   at = [jnp.take_along_axis(x, n[..., None, None], 2)[:, :, 0] for x, n in zip(found.ends, last)]
-  return Spelt(last, [x.argmax(-1) == 1 for x in at], found.bytes.argmax(-1).astype(jnp.int32))
+  joins = [None if x is None else x > 0 for x in found.joins]
+  return Spelt(last, [x.argmax(-1) == 1 for x in at], found.bytes.argmax(-1).astype(jnp.int32), joins)
 
 
 def spelt(levels: list[Rows], level) -> Spelt:
   """What the rows of a level of a pack are, of one pack: levels' arrays without the axis B."""
   rows = jnp.arange(len(levels[level].ids))[:, None]                   # [N, P_k]
-  last, cont = [], []
+  last, cont, joins = [], [], [None]
   for k in range(level, -1, -1):
     found = levels[k]
     ids = found.ids[rows]                                              # [N, P_k, L_k]
     last.append(found.last[rows])
     cont.append(jnp.take_along_axis(ids, last[-1][..., None], 2)[..., 0] == CONT)
+    joins.append((ids == JOIN).reshape(len(ids), -1))
     rows = jnp.where(ids >= FIRST, ids - FIRST, 0).reshape(len(ids), -1)
-  return Spelt(last[::-1], cont[::-1], rows.reshape(*ids.shape))
+  return Spelt(last[::-1], cont[::-1], rows.reshape(*ids.shape), joins[-2::-1])
 
 
 class Same(NamedTuple):
@@ -243,9 +254,13 @@ def compared(truth: Spelt, found: Spelt) -> Same:
       below = right.reshape(*a.shape, -1)
       right = (below | (jnp.arange(below.shape[-1])[None, None] >= a[..., None])).all(-1)
     right = right & (a == b) & (c == d)
+    if found.joins[k] is not None:
+      right = jnp.where(truth.joins[k] | found.joins[k], truth.joins[k] & found.joins[k], right)
     exact.append(right)
   there, above = [], jnp.ones_like(truth.last[-1], bool)
   for k in range(len(truth.last) - 1, -1, -1):
+    if found.joins[k] is not None:
+      above = above & ~truth.joins[k]
     there.append(above)
     if k:
       length = truth.last[k - 1].shape[1] // above.shape[1]

@@ -67,12 +67,14 @@ def unfolded(net, variables, level, vectors, recalled: passes.Remembered | None 
 
 
 def _texts(found):
-  """level -> Spelt, as one flat dict: bytes_l u8, and last_l_k, cont_l_k of each level k up to l."""
+  """level -> Spelt, as one flat dict: bytes_l u8, and of each level k up to l last_l_k, cont_l_k and maybe join_l_k."""
   out = {}
   for level, text in found.items():
     out[f'bytes_{level}'] = text.bytes.astype(jnp.uint8)
     for k in range(level + 1):
       out |= {f'last_{level}_{k}': text.last[k], f'cont_{level}_{k}': text.cont[k]}
+      if text.joins[k] is not None:
+        out[f'join_{level}_{k}'] = text.joins[k]
   return out
 
 

@@ -14,8 +14,8 @@ CHOICES = {
 LEAST = {
     **{f'model.{name}': 1 for name in ('heads', 'layers', 'repeats', 'hidden', 'checker')}, 'model.noise': 0,
     'model.questions': 0, 'predict.steps': 2, 'predict.nearest': 1,
-    **{f'loss.{name}': 0 for name in ('reconstruct', 'length', 'difference', 'masked', 'coherence', 'plausible', 'gate',
-                                      'path', 'unify')}}
+    **{f'loss.{name}': 0 for name in ('reconstruct', 'length', 'join', 'difference', 'masked', 'coherence', 'plausible',
+                                      'gate', 'path', 'unify')}}
 
 
 def check(config) -> None:
@@ -34,6 +34,9 @@ def check(config) -> None:
   if config.loss.levels and (len(config.loss.levels) != len(data.rows) or min(config.loss.levels) < 0):
     raise ConfigError(f'config.loss.levels = {config.loss.levels}: expected {len(data.rows)} numbers of at least 0, '
                       'one a level, or none')
+  if data.mixed and (len(data.mixed) != len(data.rows) or not 0 <= min(data.mixed) <= max(data.mixed) < 1):
+    raise ConfigError(f'config.data.mixed = {data.mixed}: expected {len(data.rows)} shares of at least 0 and less than '
+                      '1, one a level, or none')
   try:
     packs.Packer(data.rows, data.lengths, nodes=data.nodes)
   except ValueError as e:
@@ -54,6 +57,8 @@ def _unread(flat, levels) -> None:
   default = flatten(shape.get_config())
   for key, read, why in (
       ('model.questions', levels > 1, 'there are no sentences'),
+      ('data.joined', levels > 2, 'no level has rows that could be shared'),
+      ('loss.join', flat['data.joined'], 'data.joined = False'),
       ('loss.gate', flat['model.questions'], 'model.questions = 0'),
       ('loss.path', levels > 1, 'there is one level'),
       ('loss.difference', levels > 1, 'there is one level'),

@@ -6,9 +6,12 @@ from data_pipelines import packs, trees
 SHOWN = 3        # nodes of a level and pack
 
 
-def text(last, cont, spelt, level) -> bytes:
-  """The text of a node of a level: last and cont, lists by level k of [P_k], and spelt u8[P_0, L_0]; see passes.py."""
+def text(last, cont, joins, spelt, level) -> bytes:
+  """The text of a node of a level: last, cont and joins, which may be None, lists by level k of [P_k], and spelt
+  u8[P_0, L_0]; see passes.py."""
   def row(k, place):
+    if joins[k] is not None and joins[k][place]:
+      return None
     count = int(last[k][place])
     if not k:
       units = spelt[place, :count].tobytes()
@@ -21,8 +24,9 @@ def text(last, cont, spelt, level) -> bytes:
 
 def _found(outputs, i, level, n) -> bytes:
   """Text n of a level of pack i; see predict.py for the outputs."""
-  last, cont = ([outputs[f'{name}_{level}_{k}'][i, n] for k in range(level + 1)] for name in ('last', 'cont'))
-  return text(last, cont, outputs[f'bytes_{level}'][i, n], level)
+  last, cont, joins = ([outputs[f'{name}_{level}_{k}'][i, n] if f'{name}_{level}_{k}' in outputs else None
+                        for k in range(level + 1)] for name in ('last', 'cont', 'join'))
+  return text(last, cont, joins, outputs[f'bytes_{level}'][i, n], level)
 
 
 def _true(batch, i, level) -> list[bytes]:

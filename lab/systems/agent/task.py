@@ -23,7 +23,7 @@ def make_task(config) -> Task:
   @functools.cache
   def source(split):
     return books.source(config.data.dir, config.data[split], rows=config.data.rows, lengths=config.data.lengths,
-                        nodes=config.data.nodes)
+                        nodes=config.data.nodes, joined=config.data.joined)
 
   def init(key, batch):
     del batch
@@ -39,7 +39,8 @@ def make_task(config) -> Task:
               records=functools.partial(show.records, config), score=functools.partial(show.score, config),
               picture=functools.partial(show.picture, config),
               inputs=lambda path, output, stop: tree_inputs.texts(
-                  path, config.predict.verb, config.data.rows, config.data.lengths, config.model.widths))
+                  path, config.predict.verb, config.data.rows, config.data.lengths, config.model.widths,
+                  joined=config.data.joined))
 
 
 class Passed(NamedTuple):
@@ -53,9 +54,11 @@ class Passed(NamedTuple):
 
 
 def passed(config, net, variables, batch, path: bool, rngs=None) -> Passed:
-  """Both ways and all losses of a batch; with `path` also from above. rngs: of dropout, None without."""
+  """Both ways and all losses of a batch; with `path` also from above. rngs: of dropout, in training, or None."""
   levels = [passes.rows(batch, level) for level in range(len(config.data.rows))]
   odd = objectives.altered(levels, batch['number'])
+  if rngs is not None and config.data.mixed:
+    levels = objectives.mixed(levels, config.data.mixed, batch['number'])
   ups = passes.up(net, variables, levels, [jnp.concatenate([x.seen, x.changed], 1) for x in odd], rngs)
   recalled = None
   if config.model.questions:

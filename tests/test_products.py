@@ -35,14 +35,19 @@ def test_a_contraction_of_bfloat16_is_float32_and_multiplies_nothing_in_float32(
     np.testing.assert_allclose(x.astype('f'), y, atol=.03 * float(jnp.abs(y).max()))
 
 
-@pytest.mark.parametrize('small', [0, 100])
-def test_the_gradient_of_a_lookup_adds_what_each_row_got(monkeypatch, small):
-  """By a product for a small table, row by row for a large one, and on a CPU."""
+@pytest.mark.parametrize('platform, small, multiplies', [('cpu', 100, False), ('tpu', 100, True), ('cuda', 100, True),
+                                                         ('tpu', 0, False)])
+def test_the_gradient_of_a_lookup_adds_what_each_row_got(monkeypatch, platform, small, multiplies):
+  """By a product for a small table, row by row for a large one and on a CPU: by where it will run."""
   monkeypatch.setattr(products, 'SMALL', small)
-  monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
   table, = draw(2, (7, 5))
   ids = jnp.array(np.random.default_rng(3).integers(7, size=(3, 4)))
-  run = lambda f: jax.grad(lambda t: jnp.sin(f(t)).sum())(table)
-  np.testing.assert_allclose(run(lambda t: products.lookup(t, ids)), run(lambda t: t[ids]), rtol=1e-5, atol=1e-6)
-  text = str(jax.make_jaxpr(jax.grad(lambda t: products.lookup(t, ids).sum()))(table))
-  assert ('scatter' in text) == (not small) and ('dot_general' in text) == bool(small)
+  gradient = lambda f: jax.grad(lambda t: jnp.sin(f(t)).sum())
+  traced = jax.jit(gradient(lambda t: products.lookup(t, ids))).trace(table)
+  text = traced.lower(lowering_platforms=(platform,)).as_text()
+  assert ('scatter' in text) == (not multiplies) and ('dot_general' in text) == multiplies
+  wanted = gradient(lambda t: t[ids])(table)
+  np.testing.assert_allclose(gradient(lambda t: products.lookup(t, ids))(table), wanted, rtol=1e-5, atol=1e-6)
+  slope = jnp.cos(table[ids]).reshape(-1, 5)
+  for way in (products._added, products._multiplied):
+    np.testing.assert_allclose(way(ids.reshape(-1), slope, rows=7), wanted, rtol=1e-5, atol=1e-6)

@@ -43,9 +43,19 @@ def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
 def _lookup_backward(kept, slope):
   ids, rows = kept
   ids, slope = ids.reshape(-1), slope.reshape(-1, slope.shape[-1])
-  if jax.default_backend() == 'cpu' or ids.size * rows > SMALL:
-    return jnp.zeros((rows, slope.shape[-1]), slope.dtype).at[ids].add(slope), None
-  return jnp.einsum('nv,nd->vd', jax.nn.one_hot(ids, rows, dtype=slope.dtype), slope, precision='highest'), None
+  if ids.size * rows > SMALL:
+    return _added(ids, slope, rows=rows), None
+  # by the device that it is compiled for, which may be another than the one at hand
+  add, multiply = (functools.partial(f, rows=rows) for f in (_added, _multiplied))
+  return jax.lax.platform_dependent(ids, slope, cpu=add, default=multiply), None
+
+
+def _added(ids, slope, *, rows):
+  return jnp.zeros((rows, slope.shape[-1]), slope.dtype).at[ids].add(slope)
+
+
+def _multiplied(ids, slope, *, rows):
+  return jnp.einsum('nv,nd->vd', jax.nn.one_hot(ids, rows, dtype=slope.dtype), slope, precision='highest')
 
 
 lookup.defvjp(lambda table, ids: (lookup(table, ids), (ids, len(table))), _lookup_backward)

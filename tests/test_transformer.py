@@ -299,3 +299,13 @@ def test_what_is_kept_is_not_computed_again():
       (False, 'nothing'), (True, 'products'), (True, 'nothing')))
   assert products_kept == plain + 2          # attention's two, which have no weights
   assert nothing_kept > products_kept
+
+
+def test_without_a_loop_too_a_layer_is_computed_again():
+  """Where all layers are unrolled, the compiler must not find that what is computed again was there before."""
+  def products(remat, unroll):
+    c = TINY._replace(remat=remat, unroll=unroll)
+    step = jax.grad(lambda params: jnp.square(Transformer(c).apply({'params': params}, draw(), causal=True)).sum())
+    return jax.jit(step).lower(start(TINY)).compile().as_text().count(' dot(')
+  again = products(True, 1) - products(False, 1)
+  assert again > 0 and products(True, TINY.layers) - products(False, TINY.layers) == TINY.layers * again

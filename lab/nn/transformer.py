@@ -86,7 +86,8 @@ class Transformer(nn.Module):
     else:
       cached = None
       where = _Where(segments, lengths, _turn(c, _count(c, x, segments, positions)), None, None)
-    block = nn.remat(Block, prevent_cse=False, policy=KEPT[c.remat_keep]) if c.remat else Block
+    # where no loop is left between them, the compiler would take what is computed again for what was there before
+    block = nn.remat(Block, prevent_cse=c.unroll >= c.layers, policy=KEPT[c.remat_keep]) if c.remat else Block
     blocks = nn.scan(block, variable_axes={'params': 0}, split_rngs={'params': True, 'dropout': True},
                      in_axes=(0, nn.broadcast), length=c.layers, unroll=c.unroll)
     x, cached = blocks(c, causal, train, name='blocks')(x.astype(jnp.float32), cached, where)

@@ -3,13 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from data_pipelines import DataError, books, packs, trees, tree_inputs
 from lab import metrics
 from lab.systems.agent import codec, model, passes, show, task
 from lab.task import ConfigError
 from tests.systems.test_agent import batch, small
+from tests.systems.test_agent_task import by_heart
 
 TEXT = b'He sat. It ran.\n\nNo. Yes. So it goes on.\n\nIt sat. So it ran.'
 SENTENCES = (b'He sat. It ran.', b'No. Yes.', b'So it goes on.', b'It sat.', b'So it ran.')     # what rows hold
@@ -35,18 +35,7 @@ def learnt():
   """Configuration, task, batch and parameters that know the batch by heart."""
   config = shared()
   built, rows = task.make_task(config), numbered(config)
-  params, stats = built.init(jax.random.key(0), rows)
-  tx = optax.adam(optax.cosine_decay_schedule(1e-2, 250))
-
-  @jax.jit
-  def run(params):
-    def one(carry, i):
-      params, state = carry
-      loss = lambda p: metrics.objective(built.loss(p, stats, rows, jax.random.key(1), i)[0])
-      updates, state = tx.update(jax.grad(loss)(params), state)
-      return (optax.apply_updates(params, updates), state), None
-    return jax.lax.scan(one, (params, tx.init(params)), jnp.arange(250))[0][0]
-  return config, built, rows, run(params)
+  return config, built, rows, by_heart(built, rows)[0]
 
 
 def test_a_shared_row_is_rebuilt_scored_and_shown(learnt):

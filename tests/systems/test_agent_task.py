@@ -42,11 +42,8 @@ def test_settings_that_do_not_fit_are_refused(key, value, told):
   assert told in str(e.value)
 
 
-@pytest.fixture(scope='module')
-def learnt():
-  """The task, its batch, parameters that know the batch by heart, and the losses on the way."""
-  config = made(**{'optim.learning_rate': 1e-2})
-  built, rows = task.make_task(config), numbered(config)
+def by_heart(built, rows):
+  """Parameters that know a batch by heart, and the losses on the way."""
   params, stats = built.init(jax.random.key(0), rows)
   tx = optax.adam(optax.cosine_decay_schedule(1e-2, 250))
 
@@ -60,7 +57,15 @@ def learnt():
       return (optax.apply_updates(params, updates), state), value
     return jax.lax.scan(one, (params, tx.init(params)), jnp.arange(250))
   (params, _), values = run(params)
-  return config, built, rows, params, np.asarray(values)
+  return params, np.asarray(values)
+
+
+@pytest.fixture(scope='module')
+def learnt():
+  """Configuration, task, batch, parameters that know the batch by heart, and the losses on the way."""
+  config = made()
+  built, rows = task.make_task(config), numbered(config)
+  return config, built, rows, *by_heart(built, rows)
 
 
 def test_a_text_is_learnt_and_rebuilt_from_one_vector_a_paragraph(learnt):

@@ -4,12 +4,11 @@ import os
 import sys
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
-# a device's thread does all of its work: where eight devices share a pool of threads, collectives wait inside of it,
-# and now and then nobody is left for the device that all wait for. 32 threads are for programs that wait for their
-# inputs
+# collectives wait in threads of XLA's pool: there have to be more of these than devices
 os.environ['NPROC'] = '32'
-# most of the time would go into compiling: the last two halve it, and programs of this size run as fast. Processes that
-# tests start have the flags that users have
+# eight devices share few cores: products split over a pool of threads as well only take turns. Most of the time would
+# go into compiling: the last two flags halve it, and programs of this size run as fast. Processes that tests start have
+# the flags that users have
 os.environ['XLA_FLAGS'] = ('--xla_force_host_platform_device_count=8 --xla_cpu_multi_thread_eigen=false '
                            '--xla_cpu_collective_call_terminate_timeout_seconds=300 '
                            '--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=1')

@@ -80,7 +80,7 @@ def test_shared_rows_are_coded_and_come_back(learnt):
   assert cost['bytes_given_vectors'] < .5                                   # bits a byte: it knows the words by heart
 
 
-def test_the_head_learns_from_its_loss_alone_where_there_is_one():
+def test_head_and_loss_are_there_where_rows_are_shared():
   for weight, kept in ((0.3, True), (0.0, False)):
     config = shared(**{'loss.join': weight})
     built, rows = task.make_task(config), numbered(config)

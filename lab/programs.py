@@ -10,6 +10,16 @@ from lab.ledger import Ledger
 
 log = logging.getLogger('lab')
 
+# Read from the compilation cache, a program of XLA's CPU client (jax 0.10.2) has lost what kept its collectives in one
+# order: where many could run at once, devices begin with different ones, wait for each other, and XLA aborts. The
+# schedule for least memory leaves few at once
+IN_ORDER = {'xla_cpu_scheduler_type': 'CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED'}
+
+
+def _options() -> dict:
+  """The compiler's options; for several CPU devices those that keep their collectives in one order."""
+  return IN_ORDER if jax.default_backend() == 'cpu' and jax.device_count() > 1 else {}
+
 
 class Program:
   """A jitted function f(..., batch), compiled again for a batch of another shape.
@@ -36,7 +46,7 @@ class Program:
       log.warning('%s is compiled again, for the %dth time: the batch has another shape: %s', self.name,
                   len(self.compiled) + 1, new)
     with self.ledger.during('compile'):
-      program = self.function.lower(*args).compile()
+      program = self.function.lower(*args).compile(compiler_options=_options())
     self.ledger.compilations += 1
     self.compiled[shapes] = program
     if self.look is not None:

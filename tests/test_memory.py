@@ -4,6 +4,7 @@ import json
 import logging
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from data_pipelines import TooLarge
 
-from lab import ledger, memory, train
+from lab import ledger, memory, programs, train
 from lab.programs import Program
 from tests import toy
 
@@ -131,3 +132,13 @@ def test_a_new_shape_is_compiled_once_counted_and_told(caplog):
   assert 'the step is compiled again, for the 2th time' in caplog.text and 'a float32[2, 4]' in caplog.text
   program(jnp.float32(1), {'a': np.ones((2, 3), np.float32)})
   assert book.compilations == 2 and book.seconds['compile'] > 0
+
+
+@pytest.mark.parametrize('backend, devices, chosen', [('cpu', 8, programs.IN_ORDER), ('cpu', 1, {}), ('gpu', 8, {})])
+def test_several_cpu_devices_run_collectives_in_one_order(monkeypatch, backend, devices, chosen):
+  monkeypatch.setattr(jax, 'default_backend', lambda: backend)
+  monkeypatch.setattr(jax, 'device_count', lambda: devices)
+  given = []
+  lowered = types.SimpleNamespace(compile=lambda compiler_options: given.append(compiler_options) or (lambda batch: 1))
+  program = Program('the step', types.SimpleNamespace(lower=lambda batch: lowered), ledger.Ledger('', writes=False))
+  assert program({}) == 1 and given == [chosen]

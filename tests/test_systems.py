@@ -59,19 +59,9 @@ def initial(task, config, batches):
   return tx, jax.jit(train.initial(task, tx, config, batches.spec(1)))()
 
 
-@pytest.fixture
-def compiled_anew():
-  """No program of the test goes into the cache: read from there, XLA's CPU client (jax 0.10.2) runs a program's
-  collectives in no fixed order, and devices wait for each other for ever where there are many."""
-  least = jax.config.jax_persistent_cache_min_compile_time_secs
-  jax.config.update('jax_persistent_cache_min_compile_time_secs', 1e9)
-  yield
-  jax.config.update('jax_persistent_cache_min_compile_time_secs', least)
-
-
 # the agent compiles for three minutes: LAB_LONG=1
 @pytest.mark.parametrize('config', [r for r in LONG if r != 'agent' or os.environ.get('LAB_LONG')], indirect=True)
-def test_one_device_equals_eight(config, tmp_path, monkeypatch, compiled_anew):
+def test_one_device_equals_eight(config, tmp_path, monkeypatch):
   config.input.batch_size = 8
   config.total_steps = 10
   config.eval_steps = 5
@@ -98,7 +88,8 @@ def test_one_device_equals_eight(config, tmp_path, monkeypatch, compiled_anew):
         np.testing.assert_allclose(a['loss'], b['loss'], rtol=1e-5)
     assert sums['one'].keys() == sums[name].keys()
     for k in sums['one']:
-      np.testing.assert_allclose(sums['one'][k], sums[name][k], rtol=1e-5, err_msg=k)
+      # sums of float32 in another order; an example lost or counted twice is a hundredth and more
+      np.testing.assert_allclose(sums['one'][k], sums[name][k], rtol=1e-4, err_msg=k)
 
 
 @pytest.mark.parametrize('config', LONG, indirect=True)

@@ -8,7 +8,6 @@ array, compared at each restore. Nothing in a checkpoint is code.
 """
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -18,11 +17,11 @@ import time
 from typing import Any, Mapping
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from lab import files, peers
+from lab import files, mesh as meshes, peers
+from lab.checksums import described, shape
 from lab.logs import versions
 from lab.sharding import paths
 from lab.task import TrainState
@@ -57,31 +56,6 @@ def _write_small_arrays_whole():
 
 
 _write_small_arrays_whole()
-
-
-@jax.jit
-def _sums(tree):
-  """Two wrapping u32 sums of every array's bits, one of them weighted by position: exact on any sharding."""
-  def one(x):
-    if x.dtype == jnp.bool_:
-      x = x.astype(jnp.uint8)
-    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f'uint{8 * x.dtype.itemsize}')).astype(jnp.uint32)
-    at, stride = jnp.zeros(x.shape, jnp.uint32), 1
-    for axis in reversed(range(x.ndim)):
-      at += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride % (1 << 32))
-      stride *= x.shape[axis]
-    return jnp.stack([jnp.sum(bits, dtype=jnp.uint32), jnp.sum(bits * (2 * at + 1), dtype=jnp.uint32)])
-  return jax.tree.map(one, tree)
-
-
-def checksums(state: Any) -> dict[str, list[int]]:
-  """path -> two numbers that change with any single changed bit of the array and with any swap."""
-  return {p: [int(v) for v in s] for p, s in paths(jax.device_get(_sums(state)))}
-
-
-def digest(state: Any) -> str:
-  """One hash over names, types, shapes and contents of all arrays: equal digests are equal states."""
-  return hashlib.sha256(json.dumps(described(state), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def split(state: TrainState) -> dict[str, Any]:
@@ -119,6 +93,10 @@ class Checkpoints:
     return sorted(int(n) for n in files.names(self.folder) if re.fullmatch(r'0|[1-9]\d*', n) and files.exists(
         os.path.join(self.folder, n, 'meta', 'metadata')) and self._marked(n))
 
+  def agreed(self) -> list[int]:
+    """`steps` as the first process sees them: a shared disk may still show others an older list. All call it."""
+    return meshes.gather(self.steps() if jax.process_index() == 0 else ())
+
   def _marked(self, name) -> bool:
     return not files.remote(self.folder) or files.exists(os.path.join(self.folder, name, files.MARK))
 
@@ -150,8 +128,9 @@ class Checkpoints:
 
   def clean(self) -> None:
     """Removes what an interrupted save or removal left. Raises CheckpointError where steps are there, none complete."""
-    names, steps = files.names(self.folder), self.steps()
+    names, steps = files.names(self.folder), self.agreed()
     torn = sorted(int(n) for n in names if n.isdigit() and int(n) not in steps and self._marked(n))
+    torn = meshes.gather(torn if jax.process_index() == 0 else ())
     if torn and not steps:
       raise CheckpointError(f'{self.folder} holds the incomplete checkpoints {torn} and no complete one: restore them, '
                             'or choose a new --workdir to start again')
@@ -179,7 +158,7 @@ class Checkpoints:
   def save(self, step: int, state: TrainState, scores: Mapping[str, float] | None = None) -> None:
     """Starts to write a step in the background. A failed earlier write is reported here, and after three, fatal."""
     self.settle()
-    if step in self.steps():
+    if step in self.agreed():
       return
     self._wait_for_space(state)
     meta = {'step': step, 'config': json.loads(self.config.to_json()), 'versions': versions(), 'data': self.data,
@@ -212,7 +191,7 @@ class Checkpoints:
     for _ in range(FAILURES):
       self.save(step, state, scores)
       self.settle()
-      if step in self.steps():
+      if step in self.agreed():
         return
     raise CheckpointError(f'checkpoint {step} could not be written to {self.folder}; steps there: {self.steps()}')
 
@@ -264,30 +243,44 @@ class Checkpoints:
     A step that can't be read or whose checksums differ is reported and the one before it taken; CheckpointError if
     none is good, or if the checkpoint belongs to another task or network.
     """
-    steps, broken = self.steps(), []
+    steps, broken = self.agreed(), []
     for step in reversed(steps):
-      try:
-        meta = self.meta(step)
-        self._compare(step, meta, abstract)
-        state = join(self.restore(step, split(abstract)), abstract)
-        verify(state, meta['arrays'], self.path(step))
-      except Foreign:
-        raise
-      except Exception as e:
-        if self._unreachable(step, abstract, e):
-          raise CheckpointError(f'{self.path(step)} can\'t be read: {files.reason(e)}') from e
-        if isinstance(e, MemoryError) or 'RESOURCE_EXHAUSTED' in str(e):
-          raise
-        log.warning('checkpoint %s is broken, trying the one before: %s', self.path(step), str(e).split('\n')[0])
-        broken.append(step)
-      else:
+      meta = self._everywhere(step, abstract, lambda: self._known(step, abstract))
+      state = None if meta is None else self._everywhere(step, abstract, lambda: self._state(step, abstract, meta))
+      if state is not None:
         self._set_aside(broken)
         self.notes = meta['notes']
         return state
+      broken.append(step)
     if steps:
       raise CheckpointError(f'none of the checkpoints {steps} in {self.folder} can be read; restore one of them, or '
                             'choose a new --workdir to start again')
     return None
+
+  def _known(self, step, abstract):
+    meta = self.meta(step)
+    self._compare(step, meta, abstract)
+    return meta
+
+  def _state(self, step, abstract, meta):
+    state = join(self.restore(step, split(abstract)), abstract)
+    verify(state, meta['arrays'], self.path(step))
+    return state
+
+  def _everywhere(self, step, abstract, read):
+    """What read() gives, or None where a process finds the step broken: then none takes it."""
+    found = None
+    try:
+      found = read()
+    except Foreign:
+      raise
+    except Exception as e:
+      if self._unreachable(step, abstract, e):
+        raise CheckpointError(f'{self.path(step)} can\'t be read: {files.reason(e)}') from e
+      if isinstance(e, MemoryError) or 'RESOURCE_EXHAUSTED' in str(e):
+        raise
+      log.warning('checkpoint %s is broken, trying the one before: %s', self.path(step), str(e).split('\n')[0])
+    return found if all(meshes.gather([found is not None])) else None
 
   def _unreachable(self, step, abstract, error) -> bool:
     """Whether a bucket only did not answer; Orbax takes an item whose listing is refused for one that is not there."""
@@ -322,14 +315,14 @@ class Checkpoints:
 
   def find(self, which: str) -> int:
     """'latest', 'best' or a number -> a step on disk. Raises CheckpointError naming the steps that are there."""
-    steps = self.steps()
+    steps = self.agreed()
     if not steps:
       raise CheckpointError(f'no checkpoint in {self.folder}; train first, or correct --workdir')
     if which == 'latest':
       return steps[-1]
     if which == 'best':
       name = self.meta(steps[-1])['config']['checkpoint']['best']
-      best = self.best(name)
+      best = meshes.gather([self.best(name)] if jax.process_index() == 0 else ())[0]
       if best is None:
         raise CheckpointError(f'{self.folder} has no best step: checkpoint.best = {name!r}; steps: {steps}')
       return best
@@ -346,7 +339,7 @@ class Checkpoints:
 
   def _compare(self, step, meta, abstract):
     """Refuses a checkpoint of another task or network; warns of every other difference."""
-    want, have = {p: _shape(x) for p, x in paths(abstract)}, {p: a[:2] for p, a in meta['arrays'].items()}
+    want, have = {p: shape(x) for p, x in paths(abstract)}, {p: a[:2] for p, a in meta['arrays'].items()}
     missing, extra = sorted(set(want) - set(have)), sorted(set(have) - set(want)) if abstract.opt != () else []
     other = [f'{p} {have[p]} is not {want[p]}' for p in want if p in have and have[p] != want[p]]
     if missing or extra or other or (self.config is not None and meta['config']['task'] != self.config.task):
@@ -361,16 +354,6 @@ class Checkpoints:
       log.warning('package versions differ from those of checkpoint %d: %s', step,
                   ', '.join(f'{k} {meta["versions"].get(k)} -> {v}' for k, v in versions().items()
                             if meta['versions'].get(k) != v))
-
-
-def _shape(x) -> list:
-  return [x.dtype.name, list(x.shape)]
-
-
-def described(state: Any) -> dict[str, list]:
-  """path -> [type, shape, checksum] of every array."""
-  sums = checksums(state)
-  return {p: [*_shape(x), sums[p]] for p, x in paths(state)}
 
 
 def below(head: str, arrays: Mapping[str, list]) -> dict[str, list]:

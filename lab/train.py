@@ -14,7 +14,8 @@ from ml_collections import ConfigDict
 from data_pipelines import pipeline
 from lab import accumulate, evaluate, files, flops, ledger as ledgers, logs, memory, mesh as meshes, metrics, optim
 from lab import peers, sharding
-from lab.checkpoint import Checkpoints, digest
+from lab.checkpoint import Checkpoints
+from lab.checksums import digest
 from lab.config import choice, core, flatten
 from lab.graft import continued, fill, graft
 from lab.ledger import Ledger
@@ -207,7 +208,7 @@ def start(task, tx, config, like, spec, checkpoints) -> TrainState:
                      for x in (state.params, state.opt.ema))
       state = state._replace(params=params, opt=state.opt._replace(ema=ema))
     logs.say(f'no checkpoint in {checkpoints.folder}: starting at step {int(state.step)}')
-  if int(state.step) > config.total_steps or not checkpoints.steps() and int(state.step) == config.total_steps:
+  if int(state.step) > config.total_steps or not checkpoints.agreed() and int(state.step) == config.total_steps:
     raise ConfigError(f'the run is at step {int(state.step)}, beyond config.total_steps = {config.total_steps}'
                       f'{" or there already; a larger one goes on" * bool(config.continue_from)}')
   o, joint = config.optim, int(state.opt.joint.step)

@@ -60,10 +60,10 @@ def lab(toy_data):
   import subprocess
   started = []
 
-  def start(*arguments, config='tests/toy.py', devices=1, **environment):
+  def start(*arguments, config='tests/toy.py', devices=1, cwd=ROOT, **environment):
     env = {**os.environ, 'TOY_DATA': toy_data, 'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
            'PYTHONUNBUFFERED': '1', **environment}
-    process = subprocess.Popen([sys.executable, '-m', 'lab.main', f'--config={config}', *map(str, arguments)], cwd=ROOT,
+    process = subprocess.Popen([sys.executable, '-m', 'lab.main', f'--config={config}', *map(str, arguments)], cwd=cwd,
                                env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     started.append(process)
     return process

@@ -21,7 +21,7 @@ ROOMS = (
     (r'data_pipelines/', ('data_pipelines',)),
     (r'lab/nn/', ('lab.nn',)),
     (r'lab/systems/(\w+)/(?:weights|compress)\.py',                                                       # programs
-     ('lab.task', 'lab.config', 'lab.checkpoint', 'data_pipelines', r'lab.systems.\1')),
+     ('lab.task', 'lab.config', 'lab.checkpoint', 'lab.checksums', 'data_pipelines', r'lab.systems.\1')),
     (r'lab/systems/(\w+)/', ('lab.task', 'lab.metrics', 'lab.config', 'lab.nn', 'data_pipelines', r'lab.systems.\1')),
     (r'lab/(task|metrics|config)\.py', ('lab.task', 'lab.metrics', 'data_pipelines')),
     (r'lab/main\.py', ('lab',)),

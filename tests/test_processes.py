@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -119,6 +120,23 @@ def test_processes_stop_together_and_go_on_as_one(lab, tmp_path):
   assert codes == [0], outputs
   assert f'resumed at step {stopped}' in outputs[0]
   alike(rows(tmp_path / 'two'), rows(tmp_path / 'one'))
+
+
+@pytest.mark.skipif(not LONG, reason='three processes start: LAB_LONG=1')
+def test_no_process_restores_what_another_does_not_see(lab, tmp_path):
+  toy = os.path.join(ROOT, 'tests/toy.py')
+  codes, outputs = finish([lab(f'--workdir={tmp_path}/0/run', '--config.total_steps=10')])
+  assert codes == [0], outputs
+  shutil.copytree(tmp_path / '0', tmp_path / '1')                       # a shared disk that shows one an older list
+  shutil.rmtree(tmp_path / '1' / 'run' / 'checkpoints' / '10')
+  port = free_port()
+  codes, outputs = finish([lab('--workdir=run', '--config.total_steps=12', config=toy, cwd=tmp_path / str(i),
+                               JAX_COORDINATOR_ADDRESS=f'127.0.0.1:{port}', JAX_NUM_PROCESSES='2',
+                               JAX_PROCESS_ID=str(i), PYTHONPATH=ROOT) for i in range(2)])
+  assert codes == [0, 0], outputs
+  assert 'resumed at step 5' in outputs[0]
+  assert 'checkpoints/10 is broken, trying the one before' in outputs[1]
+  assert [r['step'] for r in rows(tmp_path / '0' / 'run') if r['split'] == 'train'] == [*range(1, 13)]
 
 
 @pytest.mark.parametrize('lost', [1, 0])

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from lab import checkpoint, evaluate, files, logs, mesh as meshes, plot, train
+from lab import checksums, evaluate, files, logs, mesh as meshes, plot, train
 from lab.checkpoint import Checkpoints
 from tests import toy
 
@@ -318,13 +318,13 @@ def test_two_runs_never_share_a_workdir(tmp_path):
 def test_digest_sees_every_bit_and_every_swap():
   x = np.arange(6, dtype=np.float32).reshape(2, 3)
   state = {'a': jax.numpy.asarray(x), 'b': jax.numpy.asarray([True, False]), 'c': jax.numpy.bfloat16(1.5)}
-  one = checkpoint.digest(state)
-  assert one == checkpoint.digest(jax.tree.map(lambda v: v, state))
+  one = checksums.digest(state)
+  assert one == checksums.digest(jax.tree.map(lambda v: v, state))
   bits = x.copy().view(np.uint32)
   bits[1, 2] ^= 1
   for other in (bits.view(np.float32), x[:, ::-1].copy(), x[::-1].copy(), x.astype(np.int32)):
-    assert checkpoint.digest({**state, 'a': jax.numpy.asarray(other)}) != one
-  assert checkpoint.digest({**state, 'b': jax.numpy.asarray([False, True])}) != one
+    assert checksums.digest({**state, 'a': jax.numpy.asarray(other)}) != one
+  assert checksums.digest({**state, 'b': jax.numpy.asarray([False, True])}) != one
 
 
 @pytest.mark.parametrize('end', ['last step', 'stop', 'failure'])

@@ -13,7 +13,8 @@ import sys
 
 from data_pipelines import DataError, images
 
-from lab.checkpoint import Checkpoints, digest
+from lab.checkpoint import Checkpoints
+from lab.checksums import digest
 from lab.config import of_run
 from lab.systems.agent import config as shape, model
 from lab.systems.agent.codec import MOST, Codec

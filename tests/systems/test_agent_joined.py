@@ -1,5 +1,7 @@
 """Rows that neighbours share: JOIN is told from units wherever text is decoded, scored, shown and coded."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -117,3 +119,34 @@ def test_records_and_a_users_text_are_packed_as_the_model_reads_them(tmp_path):
     item, = tree_inputs.texts(TEXT.decode(), 'rebuild', *sizes.values(), (16, 16, 16, 32), joined=joined)
     assert (item['ids_1'] == packs.JOIN).any() == joined and item['text'] == [TEXT]
   assert trees.join(tuple(trees.nodes(TEXT, 2)), 3) == TEXT
+
+
+CHAPTERS = b'CHAPTER I\n\nHe sat. It ran.\n\nNo. Yes.\n\nSo it goes on.\n\nCHAPTER II\n\nIt sat. So it ran.\n\nNo.'
+
+
+def four():
+  return shared(**{'data.rows': (160, 48, 16, 4), 'data.lengths': (10, 6, 4, 5), 'model.widths': (16, 16, 16, 16, 32)})
+
+
+def test_of_four_levels_two_share_rows():
+  config = four()
+  packer = packs.Packer(config.data.rows, config.data.lengths, True)
+  for node in trees.nodes(CHAPTERS, 3):
+    assert not list(packer.add(node, 0))
+  pack, = packer.rest()
+  levels = [passes.Rows(jnp.asarray(ids), jnp.asarray(counts, jnp.float32))
+            for ids, counts in zip(pack.ids, pack.counts)]
+  assert [bool((x.ids == packs.JOIN).any()) for x in levels] == [False, True, True, False]
+  truth = passes.spelt(levels, 3)
+  same = passes.compared(truth, truth)
+  assert int(same.there[0].sum()) == len(trees.nodes(CHAPTERS, 0))
+  assert all(jnp.asarray(x).all() for x in same.exact)
+  assert [x is not None and bool(x.any()) for x in truth.joins] == [True, True, False, False]
+
+
+@pytest.mark.skipif(not os.environ.get('LAB_LONG'), reason='four levels compile for half a minute: LAB_LONG=1')
+def test_four_levels_are_coded_and_come_back():
+  net = model.make(config := four())
+  coder = codec.Codec(net, jax.jit(net.init)(jax.random.key(5)), config, 'x')
+  for text in (CHAPTERS, b'', b'\n\n\n\nIV\n\n\x04 a. B.  C\n\nV' * 3):
+    assert coder.decode(coder.encode(text)) == text

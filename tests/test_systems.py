@@ -48,6 +48,11 @@ def on(shape, devices, config, monkeypatch):
   return mesh
 
 
+def exactness(name):
+  """How far sums may differ that were added in another order; of a precision, a place beside the threshold may go."""
+  return 1e-4 if '/precision' in name else 1e-5
+
+
 def first_batch(task, config, split='train'):
   batches = pipeline.Batches(task.source(split), config.input, config.input.batch_size,
                              range(config.input.batch_size), train=split == 'train', seed=config.seed)
@@ -63,8 +68,7 @@ def initial(task, config, batches):
 @pytest.mark.parametrize('config', [r for r in LONG if r != 'agent' or os.environ.get('LAB_LONG')], indirect=True)
 def test_one_device_equals_eight(config, tmp_path, monkeypatch):
   config.input.batch_size = 8
-  config.total_steps = 10
-  config.eval_steps = 5
+  config.total_steps = config.eval_steps = 5
   config.eval_pictures = 0                       # drawn from one process alone
   shapes = {'one': (ONE, 1), 'all': ({'data': 2, 'fsdp': 2, 'tensor': 2}, 8)}
   if config.task == 'lab.systems.language.task':   # once is enough: it is the data axis of the other
@@ -88,8 +92,7 @@ def test_one_device_equals_eight(config, tmp_path, monkeypatch):
         np.testing.assert_allclose(a['loss'], b['loss'], rtol=1e-5)
     assert sums['one'].keys() == sums[name].keys()
     for k in sums['one']:
-      # sums of float32 in another order; an example lost or counted twice is a hundredth and more
-      np.testing.assert_allclose(sums['one'][k], sums[name][k], rtol=1e-4, err_msg=k)
+      np.testing.assert_allclose(sums['one'][k], sums[name][k], rtol=exactness(k), err_msg=k)
 
 
 @pytest.mark.parametrize('config', LONG, indirect=True)
@@ -97,7 +100,7 @@ def test_a_stopped_run_continues_bit_for_bit(config, tmp_path, monkeypatch):
   config.input.batch_size = 8
   config.total_steps, config.eval_steps = 6, 3
   rows = {}
-  for name, stops in (('whole', ()), ('stopped', (1, 4))):
+  for name, stops in (('whole', ()), ('stopped', (4,))):
     for stop in stops:
       monkeypatch.setattr(meshes, 'preempted', lambda step, stop=stop: step == stop)
       with pytest.raises(meshes.Preempted):
@@ -138,7 +141,7 @@ def test_four_micro_batches_of_8_equal_one_batch_of_32(config):
   for (path, a), (_, b) in zip(sharding.paths(one[1]), sharding.paths(four[1]), strict=True):
     np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5 * float(jnp.abs(a).max()) + 1e-12, err_msg=path)
   for name in one[3]:
-    np.testing.assert_allclose(four[3][name], one[3][name], rtol=1e-5, atol=1e-6, err_msg=name)
+    np.testing.assert_allclose(four[3][name], one[3][name], rtol=exactness(name), atol=1e-6, err_msg=name)
 
 
 def test_one_batch_is_learnt(config):

@@ -17,7 +17,9 @@ import re
 import time
 from typing import Mapping, NamedTuple
 
-from lab import files, inspect
+import jax
+
+from lab import files, inspect, mesh as meshes
 from lab.checkpoint import CheckpointError, Checkpoints
 from lab.task import ConfigError
 
@@ -59,8 +61,14 @@ def find(ref: ArtifactRef, root: str, key: str) -> tuple[str, str]:
   """(folder of the run, number of the step) that `ref` means below the folder `root`; `key` is where the config has it.
 
   Raises CheckpointError where the run or the checkpoint is not there, naming the near ones, and ConfigError where the
-  reference does not say which: with a table of all that there is, for nothing is guessed.
+  reference does not say which: with a table of all that there is, for nothing is guessed. All processes call it and
+  get the answer of the first one, for a shared disk may show others an older list.
   """
+  folder, step = meshes.gather(_found(ref, root, key) if jax.process_index() == 0 else ())
+  return folder, step
+
+
+def _found(ref, root, key) -> tuple[str, str]:
   told, folder = f'{key} = {ref}', os.path.join(root, ref.project, ref.run)
   with contextlib.closing(Checkpoints(folder)) as checkpoints:
     if not checkpoints.steps():

@@ -19,6 +19,7 @@ from typing import Any, Mapping
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
 from lab import files, mesh as meshes, peers
 from lab.checksums import described, shape
@@ -82,7 +83,8 @@ class Checkpoints:
     self.config, self.data, self.failures, self.writing, self.retries = config, data, 0, None, 0
     self.notes: dict[str, Any] = {}      # what else a run wants back at its next start; JSON-able
     self.orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
-    self.reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler())    # does not wait for a write in progress
+    # neither waits for a write in progress nor, at its end, for other processes, of which one may have failed
+    self.reader = ocp.CompositeCheckpointHandler()
 
   def path(self, step: int) -> str:
     """The folder of a step."""
@@ -240,13 +242,14 @@ class Checkpoints:
   def resume(self, abstract: TrainState) -> TrainState | None:
     """The newest good step as a state with the shardings of `abstract`; None where there is no checkpoint at all.
 
-    A step that can't be read or whose checksums differ is reported and the one before it taken; CheckpointError if
-    none is good, or if the checkpoint belongs to another task or network.
+    A step that a process can't read or whose checksums differ is reported and the one before it taken; CheckpointError
+    if none is good, or if the checkpoint belongs to another task or network. All processes call it.
     """
     steps, broken = self.agreed(), []
     for step in reversed(steps):
       meta = self._everywhere(step, abstract, lambda: self._known(step, abstract))
-      state = None if meta is None else self._everywhere(step, abstract, lambda: self._state(step, abstract, meta))
+      state = meta and self._everywhere(step, abstract, lambda: join(self.restore(step, split(abstract)), abstract))
+      state = state and self._everywhere(step, abstract, lambda: self._verified(state, meta, step))
       if state is not None:
         self._set_aside(broken)
         self.notes = meta['notes']
@@ -262,14 +265,16 @@ class Checkpoints:
     self._compare(step, meta, abstract)
     return meta
 
-  def _state(self, step, abstract, meta):
-    state = join(self.restore(step, split(abstract)), abstract)
+  def _verified(self, state, meta, step):
     verify(state, meta['arrays'], self.path(step))
     return state
 
   def _everywhere(self, step, abstract, read):
-    """What read() gives, or None where a process finds the step broken: then none takes it."""
-    found = None
+    """What read() gives, or None where a process finds the step broken: then none takes it.
+
+    Where read() waits for the other processes, it has to fail on all of them or only after that.
+    """
+    found, why = None, ''
     try:
       found = read()
     except Foreign:
@@ -279,8 +284,13 @@ class Checkpoints:
         raise CheckpointError(f'{self.path(step)} can\'t be read: {files.reason(e)}') from e
       if isinstance(e, MemoryError) or 'RESOURCE_EXHAUSTED' in str(e):
         raise
-      log.warning('checkpoint %s is broken, trying the one before: %s', self.path(step), str(e).split('\n')[0])
-    return found if all(meshes.gather([found is not None])) else None
+      why = str(e).split('\n')[0] or repr(e)
+    reasons = meshes.gather([why])
+    for i, text in enumerate(reasons):
+      if text:
+        log.warning('checkpoint %s is broken%s, trying the one before: %s', self.path(step),
+                    f' for process {i}' * (len(reasons) > 1), text)
+    return None if any(reasons) else found
 
   def _unreachable(self, step, abstract, error) -> bool:
     """Whether a bucket only did not answer; Orbax takes an item whose listing is refused for one that is not there."""
@@ -334,7 +344,7 @@ class Checkpoints:
   def restore(self, step: int, items: Mapping[str, Any]) -> dict[str, Any]:
     """The items of a step, such as 'params', as trees like the abstract ones given; not checked."""
     args = {k: ocp.args.StandardRestore(v) for k, v in items.items()}
-    got = self.reader.restore(self.path(step), args=ocp.args.Composite(**args))
+    got = self.reader.restore(epath.Path(self.path(step)), args=ocp.args.Composite(**args))
     return {k: got[k] for k in items}
 
   def _compare(self, step, meta, abstract):

@@ -1,5 +1,6 @@
 """Checksums of arrays: what a checkpoint says of its contents, and one hash of a whole state."""
 
+import functools
 import hashlib
 import json
 from typing import Any
@@ -7,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lab import programs
 from lab.sharding import paths
 
 
-@jax.jit
 def _sums(tree):
   """Two wrapping u32 sums of every array's bits, one of them weighted by position: exact on any sharding."""
   def one(x):
@@ -25,9 +26,14 @@ def _sums(tree):
   return jax.tree.map(one, tree)
 
 
+@functools.cache
+def _program():
+  return jax.jit(_sums, compiler_options=programs.options())
+
+
 def checksums(state: Any) -> dict[str, list[int]]:
   """path -> two numbers that change with any single changed bit of the array and with any swap."""
-  return {p: [int(v) for v in s] for p, s in paths(jax.device_get(_sums(state)))}
+  return {p: [int(v) for v in s] for p, s in paths(jax.device_get(_program()(state)))}
 
 
 def digest(state: Any) -> str:

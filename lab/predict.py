@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from data_pipelines import DataError
-from lab import files, links, logs, mesh as meshes, train
+from lab import files, links, logs, mesh as meshes, programs, train
 from lab.task import ConfigError, Task
 
 
@@ -53,7 +53,7 @@ def numeric(batch: dict) -> dict[str, np.ndarray]:
 
 def _write(task, config, params, stats, stream, output) -> tuple[int, int]:
   """Runs every batch and writes its records and pictures; returns how many inputs were used and how many left out."""
-  predict = jax.jit(task.predict)
+  predict = jax.jit(task.predict, compiler_options=programs.options())
   key = jax.random.key(config.seed, impl=config.prng)
   used = broken = 0
   path = os.path.join(output, 'predictions.jsonl')

@@ -16,8 +16,8 @@ log = logging.getLogger('lab')
 IN_ORDER = {'xla_cpu_scheduler_type': 'CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED'}
 
 
-def _options() -> dict:
-  """The compiler's options; for several CPU devices those that keep their collectives in one order."""
+def options() -> dict[str, str]:
+  """The compiler's, for a program of all devices; several CPU devices have those that keep collectives in order."""
   return IN_ORDER if jax.default_backend() == 'cpu' and jax.device_count() > 1 else {}
 
 
@@ -46,7 +46,7 @@ class Program:
       log.warning('%s is compiled again, for the %dth time: the batch has another shape: %s', self.name,
                   len(self.compiled) + 1, new)
     with self.ledger.during('compile'):
-      program = self.function.lower(*args).compile(compiler_options=_options())
+      program = self.function.lower(*args).compile(compiler_options=options())
     self.ledger.compilations += 1
     self.compiled[shapes] = program
     if self.look is not None:

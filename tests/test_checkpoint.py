@@ -114,13 +114,14 @@ def test_a_broken_newest_checkpoint_gives_way_to_the_one_before(store, state, to
   assert f'{store.path(10)} is broken' in caplog.text
 
 
-def test_what_another_process_cannot_read_none_takes(store, state, toy_config, monkeypatch):
+def test_what_another_process_cannot_read_none_takes(store, state, toy_config, monkeypatch, caplog):
   save(store, 5, 10, state=state)
-  others = iter([True, False, True, True])        # of step 10 it reads the description alone, of step 5 all
+  others = iter(['', 'cut', '', '', ''])       # of step 10 another reads the description alone, of step 5 all
   monkeypatch.setattr(checkpoint.meshes, 'gather',
-                      lambda items: [*items, next(others)] if [*items] == [True] else [*items])
+                      lambda items: [*items, next(others)] if [*items] == [''] else [*items])
   _, like = state_of(toy_config, make_mesh('4x2'))
   assert int(store.resume(like).step) == 5 and next(others, None) is None
+  assert f'{store.path(10)} is broken for process 1, trying the one before: cut' in caplog.text
   assert os.path.isdir(os.path.join(store.folder, 'broken-10'))
 
 

@@ -135,7 +135,7 @@ def test_no_process_restores_what_another_does_not_see(lab, tmp_path):
                                JAX_PROCESS_ID=str(i), PYTHONPATH=ROOT) for i in range(2)])
   assert codes == [0, 0], outputs
   assert 'resumed at step 5' in outputs[0]
-  assert 'checkpoints/10 is broken, trying the one before' in outputs[1]
+  assert 'checkpoints/10 is broken for process 1, trying the one before' in outputs[0]
   assert [r['step'] for r in rows(tmp_path / '0' / 'run') if r['split'] == 'train'] == [*range(1, 13)]
 
 

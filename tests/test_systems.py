@@ -21,9 +21,8 @@ from tests.conftest import ROOT
 ONE = {'data': 1, 'fsdp': 1, 'tensor': 1}
 RECIPES = sorted(os.path.basename(p)[:-3] for p in glob.glob(os.path.join(ROOT, 'configs', '*.py')) if '__' not in p)
 SAME = {'sst2': 'cola'}                          # the same task on other data: once is enough
-LONG = ['mlm', 'pose', 'video']                  # mlm stands for the others of its body; two compile for minutes
-if os.environ.get('LAB_LONG'):
-  LONG += ['agent', 'dvae']
+# mlm stands for the others of its body; two compile for minutes
+LONG = [r for r in RECIPES if r not in ('cola', 'gpt', 'sst2') + ('agent', 'dvae') * (not os.environ.get('LAB_LONG'))]
 
 
 @pytest.fixture(params=[r for r in RECIPES if r not in SAME])

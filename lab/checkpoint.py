@@ -76,7 +76,10 @@ def join(items: Mapping[str, Any], like: TrainState) -> TrainState:
 
 
 class Checkpoints:
-  """The checkpoints of one workdir. The disk is asked each time: nothing about it is remembered."""
+  """The checkpoints of one workdir. The disk is asked each time: nothing about it is remembered.
+
+  What cleans, saves, resumes or finds a step waits for the other processes: all call it, in the same order.
+  """
 
   def __init__(self, workdir: str, config=None, data: str = ''):
     self.folder = os.path.join(workdir if files.remote(workdir) else os.path.abspath(workdir), files.CHECKPOINTS)

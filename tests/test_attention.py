@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lab.nn import attention
+from lab.nn import attention, target
 from lab.nn.attention import attend
 
 B, S, H, D = 3, 6, 2, 8
@@ -170,7 +170,7 @@ def pretend_gpu(monkeypatch):
     calls.append(options)
     return theirs(*args, implementation='xla', **options)
 
-  monkeypatch.setattr(attention, '_on_gpu', lambda: True)
+  monkeypatch.setattr(target, 'nvidia', lambda: True)
   monkeypatch.setattr(jax.nn, 'dot_product_attention', kernel)
   return calls
 

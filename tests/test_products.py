@@ -51,3 +51,12 @@ def test_the_gradient_of_a_lookup_adds_what_each_row_got(monkeypatch, platform, 
   slope = jnp.cos(table[ids]).reshape(-1, 5)
   for way in (products._added, products._multiplied):
     np.testing.assert_allclose(way(ids.reshape(-1), slope, rows=7), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_a_shared_factor_are_summed_with_the_last_first():
+  x, factors = jnp.ones((2, 3)), (2.0, 3.0, 5.0)
+  slope = jax.grad(lambda x: sum(factor * part.sum() for factor, part in zip(factors, products.shared(x, 3))))(x)
+  np.testing.assert_array_equal(slope, np.full((2, 3), 10.0))
+  made = jax.make_jaxpr(lambda *slopes: products._shared_backward(3, None, slopes))(1.0, 2.0, 3.0).jaxpr
+  first, second = made.eqns
+  assert first.invars == made.invars[1::-1] and second.invars == [made.invars[2], first.outvars[0]]

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lab.nn import target
 from lab.nn.products import contract
 
 IMPLEMENTATIONS = ('auto', 'plain', 'flash')
@@ -178,8 +179,8 @@ def _side_by_side(q, k, v, causal, lengths, rows):
 
 def _obstacle(q, k, segments, mask, dropout) -> str:
   """Why cuDNN's kernel can't do this; '' if it can."""
-  if not _on_gpu():
-    return 'it needs an NVIDIA GPU of compute capability 8.0 or more as the default backend'
+  if not target.nvidia():
+    return 'it needs an NVIDIA GPU of compute capability 8.0 or more'
   if q.dtype not in (jnp.bfloat16, jnp.float16):
     return f'{q.dtype}; expected bfloat16 or float16'
   if dropout or mask is not None:
@@ -189,10 +190,3 @@ def _obstacle(q, k, segments, mask, dropout) -> str:
   if q.shape[1] % 2 or k.shape[1] % 2:
     return f'{q.shape[1]} queries and {k.shape[1]} keys; expected even numbers'
   return ''
-
-
-def _on_gpu() -> bool:
-  if jax.default_backend() != 'gpu':
-    return False
-  major = getattr(jax.devices()[0], 'compute_capability', '').split('.')[0]     # AMD's have names: gfx942
-  return major.isdigit() and int(major) >= 8

@@ -5,6 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from lab.nn import kernels
+
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
   """-log softmax(logits)[label]: logits [..., V], labels i32[...] in 0..V-1 (not checked) -> f32[...] nats."""
@@ -46,25 +48,38 @@ def _projected_forward(states, matrix, bias, labels, classes):
   logits = jnp.einsum('nd,vd->nv', states, matrix.astype(states.dtype))
   if bias is not None:
     logits = logits + bias.astype(logits.dtype)[None]
-  one = jnp.arange(len(matrix))[None]
-  logits = jnp.where(one < classes, logits, jnp.finfo(logits.dtype).min)
-  wide = logits.astype(jnp.float32)
+  total, picked, right = kernels.choose(
+      functools.partial(_label_statistics, classes=classes),
+      functools.partial(kernels.label_statistics, classes=classes), (logits, labels))
+  return (total - picked, right), (states, matrix, bias, labels, logits, total)
+
+
+def _label_statistics(logits, labels, *, classes):
+  """As kernels.label_statistics."""
+  one = jnp.arange(logits.shape[1])[None]
+  wide = jnp.where(one < classes, logits.astype(jnp.float32), jnp.finfo(jnp.float32).min)
   most = wide.max(-1)
   total = most + jnp.log(jnp.exp(wide - most[:, None]).sum(-1))
-  picked = jnp.where(one == labels[:, None], wide, 0).sum(-1)
+  picked = jnp.where((one == labels[:, None]) & (one < classes), wide, 0).sum(-1)
   earlier = ((wide == most[:, None]) & (one < labels[:, None])).any(-1)
-  return (total - picked, (picked >= most) & ~earlier), (states, matrix, bias, labels, logits, total)
+  return total, picked, (picked >= most) & ~earlier & (labels >= 0) & (labels < classes)
 
 
 def _projected_backward(classes, kept, slopes):
-  del classes
   states, matrix, bias, labels, logits, total = kept
-  chance = jnp.exp(logits.astype(jnp.float32) - total[:, None])
-  wrong = jnp.where(jnp.arange(len(matrix))[None] == labels[:, None], chance - 1, chance) * slopes[0][:, None]
-  wrong = wrong.astype(states.dtype)
+  wrong, = kernels.choose(
+      lambda *given: (_label_gradient(*given, classes=classes),),
+      lambda *given: (kernels.label_gradient(*given, classes=classes),), (logits, labels, total, slopes[0]))
   to_states = jnp.einsum('nv,vd->nd', wrong, matrix.astype(states.dtype))
   to_matrix = jnp.einsum('nv,nd->vd', wrong, states, preferred_element_type=jnp.float32)
   return to_states, to_matrix, None if bias is None else wrong.astype(jnp.float32).sum(0), None
+
+
+def _label_gradient(logits, labels, total, slope, *, classes):
+  """As kernels.label_gradient."""
+  one = jnp.arange(logits.shape[1])[None]
+  chance = jnp.where(one < classes, jnp.exp(logits.astype(jnp.float32) - total[:, None]), 0)
+  return (jnp.where(one == labels[:, None], chance - 1, chance) * slope[:, None]).astype(logits.dtype)
 
 
 _projected.defvjp(_projected_forward, _projected_backward)

@@ -30,6 +30,23 @@ def _contract_backward(rule, factors, slope):
 contract.defvjp(lambda rule, a, b: (contract(rule, a, b), (a, b)), _contract_backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def shared(x: jax.Array, number: int) -> tuple[jax.Array, ...]:
+  """x so many times, a factor of as many products: their gradients of x are added up within these, on a GPU.
+
+  XLA lets a product add to what another gave where its own result comes first in the sum. Reverse mode only.
+  """
+  return (x,) * number
+
+
+def _shared_backward(number, _, slopes):
+  del number
+  return functools.reduce(lambda total, slope: slope + total, slopes),
+
+
+shared.defvjp(lambda x, number: ((x,) * number, None), _shared_backward)
+
+
 @jax.custom_vjp
 def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
   """Rows of a table f32[V, d] by ids i32[...] -> f32[..., d].

@@ -1,0 +1,254 @@
+"""Kernels for NVIDIA GPUs of what XLA makes several passes over memory of (Pallas, compiled by Triton).
+
+Each has its like in plain JAX, which every other device runs, and the same arguments and results as that. A kernel
+works on the rows that a device holds: where a mesh splits more than the batch, or rows do not share evenly, the plain
+way is taken, which XLA can split. JAX says that a version to come will be without this compiler; the versions that the
+lab takes, up to 0.12, have it.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jax.sharding import PartitionSpec as P
+
+AXES = ('data', 'fsdp')      # of a mesh, over which batches are split
+LANES = 1024                 # logits that are looked at side by side; a power of two, as all sizes in Triton
+ABREAST = 4                  # times LANES, between two looks at their maxima
+LOG2_E = math.log2(math.e)   # a GPU has powers of two
+TILE = 2048                  # numbers of a tile of rows that are normed, where a row is not wider
+PROGRAMS = 8 * 132           # that add up gradients of scale and bias, each a share of the rows: 8 a multiprocessor
+
+
+def choose(plain: Callable, kernel: Callable, rows: tuple, shared: tuple = (), sums: int = 0):
+  """kernel(*rows, *shared) where it is compiled for an NVIDIA GPU, plain of the same elsewhere.
+
+  rows: arrays [N, ...], of which a device works on its own N; so are the results. The last `sums` of these are sums
+  over all rows; of the kernel, shares [n, ...] of them.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  split = {axis: size for axis, size in mesh.shape.items() if size > 1}
+  if set(split) - set(AXES) or rows[0].shape[0] % math.prod(split.values()):
+    return plain(*rows, *shared)
+  if split:
+    spec = P(tuple(split))
+    kernel = jax.shard_map(kernel, mesh=mesh, in_specs=(spec,) * len(rows) + (P(),) * len(shared), out_specs=spec,
+                           check_vma=False)
+
+  def whole(*args):
+    found = kernel(*args)
+    first = len(found) - sums
+    return (*found[:first], *(shares.sum(0) for shares in found[first:]))
+  return jax.lax.platform_dependent(*rows, *shared, cuda=whole, default=plain)
+
+
+# -- the loss of a vocabulary
+
+
+def label_statistics(logits: jax.Array, labels: jax.Array, *, classes: int, interpret: bool = False):
+  """What a cross-entropy needs of each row of logits, which is read once.
+
+  Args:
+    logits: [N, V], of which the first `classes` columns count.
+    labels: i32[N]; where one is none of the classes its logit is 0.
+    classes: as above.
+    interpret: run without a GPU, for tests.
+
+  Returns:
+    f32[N] the log of the sum of exponentials, f32[N] the label's logit, bool[N] whether that is the largest, the first
+    of equal ones. A running maximum and a sum that is scaled to it (Milakov and Gimelshein 2018, arXiv 1805.02867).
+  """
+  rows = logits.shape[0]
+  shapes = [jax.ShapeDtypeStruct((rows,), dtype) for dtype in (jnp.float32, jnp.float32, jnp.int32)]
+  total, picked, right = pl.pallas_call(
+      functools.partial(_label_statistics, classes=classes), shapes, grid=(rows,), interpret=interpret,
+      compiler_params=triton.CompilerParams(num_warps=4), name='label_statistics')(logits, labels)
+  return total, picked, right > 0
+
+
+def _label_statistics(logits, labels, total_of, picked_of, right_of, *, classes):
+  row = pl.program_id(0)
+  label = labels[row]
+
+  def read(start, last):
+    mask = start + jnp.arange(LANES) < classes if last else None
+    other = -jnp.inf if last else None
+    return triton.load(logits.at[row, pl.ds(start, LANES)], mask=mask, other=other).astype(jnp.float32)
+
+  def further(i, seen, last=False):
+    # each lane has a maximum and a sum of its own until the end
+    most, total = seen
+    parts = [read((i * ABREAST + j) * LANES, last) for j in range(ABREAST)]
+    now = functools.reduce(jnp.maximum, parts, most)
+    return now, total * _exp(most - now) + sum(_exp(x - now) for x in parts)
+
+  whole = classes // (ABREAST * LANES)
+  # not -inf, for a logit may be that
+  seen = jnp.full((LANES,), jnp.finfo(jnp.float32).min), jnp.zeros((LANES,), jnp.float32)
+  seen = jax.lax.fori_loop(0, whole, further, seen)
+  lanes, sums = jax.lax.fori_loop(
+      whole, pl.cdiv(classes, ABREAST * LANES), functools.partial(further, last=True), seen)
+  most = jnp.max(lanes)
+  total = jnp.sum(sums * _exp(lanes - most))
+  there = (label >= 0) & (label < classes)
+  picked = jnp.where(there, logits[row, jnp.where(there, label, 0)].astype(jnp.float32), 0.0)
+
+  def earlier(i, found):
+    at = i * LANES + jnp.arange(LANES)
+    x = triton.load(logits.at[row, pl.ds(i * LANES, LANES)], mask=at < label, other=-jnp.inf).astype(jnp.float32)
+    return jnp.maximum(found, jnp.max(x))
+
+  largest = there & (picked >= most)      # then equal ones are looked for before it, and seldom else
+  before = jax.lax.fori_loop(0, jnp.where(largest, pl.cdiv(label, LANES), 0), earlier, jnp.float32(-jnp.inf))
+  total_of[row] = most + jnp.log2(total) / LOG2_E
+  picked_of[row] = picked
+  right_of[row] = (largest & (before < picked)).astype(jnp.int32)
+
+
+def _exp(x):
+  return jnp.exp2(x * LOG2_E)
+
+
+def label_gradient(logits: jax.Array, labels: jax.Array, total: jax.Array, slope: jax.Array, *, classes: int,
+                   interpret: bool = False) -> jax.Array:
+  """slope (softmax(logits) - one at the label), of the first `classes` columns and 0 behind: [N, V] as logits are.
+
+  logits [N, V], labels i32[N], total f32[N] the log of the sum of exponentials, slope f32[N].
+  """
+  rows, columns = logits.shape
+  block = ABREAST * LANES
+  return pl.pallas_call(
+      functools.partial(_label_gradient, classes=classes, columns=columns, block=block),
+      jax.ShapeDtypeStruct(logits.shape, logits.dtype), grid=(pl.cdiv(columns, block), rows), interpret=interpret,
+      compiler_params=triton.CompilerParams(num_warps=4), name='label_gradient')(logits, labels, total, slope)
+
+
+def _label_gradient(logits, labels, total, slope, out, *, classes, columns, block):
+  first, row = pl.program_id(0) * block, pl.program_id(1)
+  at = first + jnp.arange(block)
+  place = row, pl.ds(first, block)
+  x = triton.load(logits.at[place], mask=at < classes, other=-jnp.inf).astype(jnp.float32)
+  chance = _exp(x - total[row])
+  value = (chance - (at == labels[row]).astype(jnp.float32)) * slope[row]
+  triton.store(out.at[place], value.astype(out.dtype), mask=at < columns)
+
+
+# -- norms of a stream that is added to
+
+
+def add_norm(x: jax.Array, y: jax.Array, scale: jax.Array, bias: jax.Array, *, eps: float, rms: bool, post: bool,
+             interpret: bool = False):
+  """(x + y, its norm in float32, or None, its norm in y's dtype): x f32[N, ...D], y [N, ...D], scale and bias f32[D].
+
+  The second is wanted with post alone.
+  """
+  width = x.shape[-1]
+  rows, tile, columns = _tiles(x)
+  outs = [jnp.float32] + [jnp.float32] * post + [y.dtype]
+  made = pl.pallas_call(
+      functools.partial(_add_norm, rows=rows, tile=tile, columns=columns, width=width, eps=eps, rms=rms),
+      [jax.ShapeDtypeStruct((rows, width), dtype) for dtype in outs], grid=(pl.cdiv(rows, tile),), interpret=interpret,
+      compiler_params=triton.CompilerParams(num_warps=_warps(tile * columns)), name='add_norm')(
+          x.reshape(rows, width), y.reshape(rows, width), scale, bias)
+  made = [m.reshape(x.shape) for m in made]
+  return (made[0], made[1], made[2]) if post else (made[0], None, made[1])
+
+
+def _add_norm(x_of, y_of, scale_of, bias_of, sum_of, *norms, rows, tile, columns, width, eps, rms):
+  place, inside = _place(pl.program_id(0), rows, tile, columns, width)
+  x = _read(x_of, place, inside) + _read(y_of, place, inside)
+  _write(sum_of, place, inside, x)
+  scale, bias = (_vector(v, columns, width) for v in (scale_of, bias_of))
+  y = _standard(x, inside, width, eps, rms)[0] * scale[None] + bias[None]
+  for norm in norms:
+    _write(norm, place, inside, y)
+
+
+def add_norm_gradient(x: jax.Array, onward: jax.Array, slope: jax.Array, scale: jax.Array, *, eps: float, rms: bool,
+                      post: bool, interpret: bool = False):
+  """The gradients of add_norm: of x, of y, and of scale and bias as sums over shares of the rows.
+
+  Args:
+    x: f32[N, ...D], the sum that was normed.
+    onward: f32[N, ...D], the gradient of the stream that goes on: the sum, or with post its norm.
+    slope: [N, ...D], that of the norm in y's dtype.
+    scale, eps, rms, post, interpret: as of add_norm.
+
+  Returns:
+    f32[N, ...D], the same in slope's dtype, f32[R, D] and f32[R, D].
+  """
+  width = x.shape[-1]
+  rows, tile, columns = _tiles(x)
+  programs = min(PROGRAMS, pl.cdiv(rows, tile))
+  shapes = [jax.ShapeDtypeStruct((rows, width), jnp.float32), jax.ShapeDtypeStruct((rows, width), slope.dtype)]
+  sums = [jax.ShapeDtypeStruct((programs, width), jnp.float32)] * 2
+  to_x, to_y, to_scale, to_bias = pl.pallas_call(
+      functools.partial(_add_norm_gradient, rows=rows, tile=tile, columns=columns, width=width, eps=eps, rms=rms,
+                        post=post, programs=programs),
+      shapes + sums, grid=(programs,), interpret=interpret,
+      compiler_params=triton.CompilerParams(num_warps=_warps(tile * columns), num_stages=2), name='add_norm_gradient')(
+          *(a.reshape(rows, width) for a in (x, onward, slope)), scale)
+  return to_x.reshape(x.shape), to_y.reshape(x.shape), to_scale, to_bias
+
+
+def _add_norm_gradient(x_of, onward_of, slope_of, scale_of, to_x, to_y, to_scale, to_bias, *, rows, tile, columns,
+                       width, eps, rms, post, programs):
+  scale, first = _vector(scale_of, columns, width), pl.program_id(0)
+
+  def further(i, sums):
+    place, inside = _place(i * programs + first, rows, tile, columns, width)
+    x, onward, slope = (_read(a, place, inside) for a in (x_of, onward_of, slope_of))
+    slope = slope + onward if post else slope
+    y, deviation = _standard(x, inside, width, eps, rms)
+    steep = slope * scale[None]
+    mean = 0.0 if rms else jnp.sum(steep, 1, keepdims=True) / width
+    turned = (steep - mean - y * (jnp.sum(steep * y, 1, keepdims=True) / width)) * deviation
+    turned = turned if post else turned + onward
+    _write(to_x, place, inside, turned)
+    _write(to_y, place, inside, turned)
+    return sums[0] + slope * y, sums[1] + slope
+
+  none = jnp.zeros((tile, columns), jnp.float32)
+  sums = jax.lax.fori_loop(0, pl.cdiv(pl.cdiv(rows, tile), programs), further, (none, none))
+  for ref, value in zip((to_scale, to_bias), sums):
+    triton.store(ref.at[first, pl.ds(0, columns)], jnp.sum(value, 0), mask=jnp.arange(columns) < width)
+
+
+def _tiles(x) -> tuple[int, int, int]:
+  """Rows that there are, rows of a tile, and its columns: powers of two, as Triton wants them."""
+  columns = pl.next_power_of_2(x.shape[-1])
+  return math.prod(x.shape[:-1]), max(1, TILE // columns), columns
+
+
+def _warps(numbers: int) -> int:
+  return max(1, min(8, numbers // 512))
+
+
+def _place(number, rows, tile, columns, width):
+  """A tile's slices, and which of its places are inside of the array."""
+  at = number * tile + jnp.arange(tile)
+  return (pl.ds(number * tile, tile), pl.ds(0, columns)), (at < rows)[:, None] & (jnp.arange(columns) < width)[None]
+
+
+def _read(ref, place, inside):
+  return triton.load(ref.at[place], mask=inside, other=0.0).astype(jnp.float32)
+
+
+def _write(ref, place, inside, value):
+  triton.store(ref.at[place], value.astype(ref.dtype), mask=inside)
+
+
+def _vector(ref, columns, width):
+  return triton.load(ref.at[pl.ds(0, columns)], mask=jnp.arange(columns) < width, other=0.0)
+
+
+def _standard(x, inside, width, eps, rms):
+  """x with mean 0, unless rms, and mean square 1; and what it was multiplied with."""
+  if not rms:
+    x = jnp.where(inside, x - jnp.sum(x, 1, keepdims=True) / width, 0.0)
+  deviation = jax.lax.rsqrt(jnp.sum(x * x, 1, keepdims=True) / width + eps)
+  return jnp.where(inside, x * deviation, 0.0), deviation

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from data_pipelines.pipeline import Batches
-from lab import files, logs, mesh as meshes, metrics
+from lab import files, logs, mesh as meshes, metrics, programs
 from lab.ledger import Ledger
 from lab.programs import Program
 from lab.task import Scalars, Task
@@ -25,9 +25,11 @@ def make(task: Task, config, mesh, ledger: Ledger) -> Callable[[Any, Any], tuple
   size = meshes.padded(mesh, config.input.eval_batch_size)
   rows = meshes.rows(mesh, size, 'input.eval_batch_size')
   batches = Batches(task.source('eval'), config.input, size, rows.fed, train=False)
+  options = programs.options(mesh.devices.flat, task.gpu)
   measure = jax.jit(lambda p, s, b: {**task.measure(p, s, b), 'examples': (b['mask'].sum(), 1.0)},
-                    out_shardings=NamedSharding(mesh, P()))
-  predict = jax.jit(lambda p, s, k, b: task.predict(p, s, b, k), out_shardings=NamedSharding(mesh, meshes.BATCH))
+                    out_shardings=NamedSharding(mesh, P()), compiler_options=options)
+  predict = jax.jit(lambda p, s, k, b: task.predict(p, s, b, k), out_shardings=NamedSharding(mesh, meshes.BATCH),
+                    compiler_options=options)
   measure, predict = Program('evaluation', measure, ledger), Program('prediction', predict, ledger)
   key = jax.random.key(config.seed, impl=config.prng)
 

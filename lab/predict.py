@@ -53,7 +53,7 @@ def numeric(batch: dict) -> dict[str, np.ndarray]:
 
 def _write(task, config, params, stats, stream, output) -> tuple[int, int]:
   """Runs every batch and writes its records and pictures; returns how many inputs were used and how many left out."""
-  predict = jax.jit(task.predict, compiler_options=programs.options())
+  predict = jax.jit(task.predict, compiler_options=programs.options(gpu=task.gpu))
   key = jax.random.key(config.seed, impl=config.prng)
   used = broken = 0
   path = os.path.join(output, 'predictions.jsonl')

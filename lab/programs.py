@@ -1,7 +1,8 @@
 """Compiled programs: each shape of a batch is compiled once, ahead of its first use, counted and timed."""
 
 import logging
-from typing import Any, Callable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import jax
 
@@ -15,14 +16,20 @@ log = logging.getLogger('lab')
 # schedule for least memory leaves few at once
 IN_ORDER = {'xla_cpu_scheduler_type': 'CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED'}
 
+# XLA makes one product of several that share a factor, and copies: of kernels into one before, of what comes out after
+APART = {'xla_gpu_dot_merger_threshold_mb': 0}
 
-def options() -> dict[str, str]:
-  """The compiler's, for a program of all devices; several CPU devices have those that keep collectives in order."""
-  return IN_ORDER if jax.default_backend() == 'cpu' and jax.device_count() > 1 else {}
+
+def options(devices: Iterable | None = None, gpu: Mapping[str, Any] | None = None) -> dict[str, Any]:
+  """The compiler's, for a program of these devices, or of all that there are; gpu: more of them, for NVIDIA's."""
+  devices = list(jax.devices() if devices is None else devices)
+  if devices[0].platform == 'cpu':
+    return IN_ORDER if len(devices) > 1 else {}
+  return {**APART, **(gpu or {})} if devices[0].platform == 'gpu' else {}
 
 
 class Program:
-  """A jitted function f(..., batch), compiled again for a batch of another shape.
+  """A jitted function f(..., batch), made with `options`, compiled again for a batch of another shape.
 
   After the `expected` shapes that comes with a warning that names the arrays that changed, for each one costs the time
   of the first. `look(compiled, args)` is called after each compilation, before anything runs.
@@ -46,7 +53,7 @@ class Program:
       log.warning('%s is compiled again, for the %dth time: the batch has another shape: %s', self.name,
                   len(self.compiled) + 1, new)
     with self.ledger.during('compile'):
-      program = self.function.lower(*args).compile(compiler_options=options())
+      program = self.function.lower(*args).compile()
     self.ledger.compilations += 1
     self.compiled[shapes] = program
     if self.look is not None:

@@ -1,6 +1,7 @@
 """The one interface: what a system gives the core, and how the core finds it."""
 
 import importlib
+import types
 from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple
 
 import jax
@@ -52,6 +53,7 @@ class Task(NamedTuple):
   inputs: Callable[[str, str, Callable[[], bool]], Iterator[Batch | Exception]] | None = None
   lines: Callable[[Record], Iterator[Record]] | None = None   # a record -> the lines of the predictions file
   files: Callable[[], Mapping[str, str]] | None = None    # name -> text of what a run keeps beside its checkpoints
+  gpu: Mapping[str, Any] = types.MappingProxyType({})     # options of XLA that its programs are faster with on a GPU
 
 
 class ConfigError(Exception):

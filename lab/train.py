@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from data_pipelines import pipeline
 from lab import accumulate, evaluate, files, flops, ledger as ledgers, logs, memory, mesh as meshes, metrics, optim
-from lab import peers, sharding
+from lab import peers, programs, sharding
 from lab.checkpoint import Checkpoints
 from lab.checksums import digest
 from lab.config import choice, core, flatten
@@ -113,7 +113,8 @@ def make_step(task: Task, tx: optim.Optimizer, config, like: TrainState, mesh) -
 
   layout = jax.tree.map(lambda x: x.sharding, like)
   return jax.jit(step, donate_argnums=0, in_shardings=(layout, NamedSharding(mesh, meshes.MICRO)),
-                 out_shardings=(layout, NamedSharding(mesh, P())))
+                 out_shardings=(layout, NamedSharding(mesh, P())),
+                 compiler_options=programs.options(mesh.devices.flat, task.gpu))
 
 
 def run(task: Task, config, workdir: str, began: float | None = None) -> dict[str, float]:

@@ -134,11 +134,17 @@ def test_a_new_shape_is_compiled_once_counted_and_told(caplog):
   assert book.compilations == 2 and book.seconds['compile'] > 0
 
 
-@pytest.mark.parametrize('backend, devices, chosen', [('cpu', 8, programs.IN_ORDER), ('cpu', 1, {}), ('gpu', 8, {})])
-def test_several_cpu_devices_run_collectives_in_one_order(monkeypatch, backend, devices, chosen):
-  monkeypatch.setattr(jax, 'default_backend', lambda: backend)
-  monkeypatch.setattr(jax, 'device_count', lambda: devices)
-  given = []
-  lowered = types.SimpleNamespace(compile=lambda compiler_options: given.append(compiler_options) or (lambda batch: 1))
-  program = Program('the step', types.SimpleNamespace(lower=lambda batch: lowered), ledger.Ledger('', writes=False))
-  assert program({}) == 1 and given == [chosen]
+@pytest.mark.parametrize('platform, count, chosen', [
+    ('cpu', 8, programs.IN_ORDER), ('cpu', 1, {}), ('gpu', 8, {**programs.APART, 'a': 1}), ('tpu', 8, {})])
+def test_programs_are_compiled_with_what_their_devices_want(monkeypatch, platform, count, chosen):
+  devices = [types.SimpleNamespace(platform=platform)] * count
+  monkeypatch.setattr(jax, 'devices', lambda: devices)
+  assert programs.options(gpu={'a': 1}) == programs.options(iter(devices), {'a': 1}) == chosen
+
+
+def test_a_system_s_own_options_reach_its_programs(toy_config, tmp_path, monkeypatch):
+  seen = []
+  monkeypatch.setattr(programs, 'options', lambda devices=None, gpu=None: seen.append(gpu) or {})
+  toy_config.total_steps = 1
+  train.run(toy.make_task(toy_config)._replace(gpu={'xla_gpu_enable_triton_gemm': False}), toy_config, str(tmp_path))
+  assert seen.count({'xla_gpu_enable_triton_gemm': False}) == 2          # the step and the evaluation

@@ -4,12 +4,15 @@ import importlib.util
 import json
 import types
 
+import jax
 import pytest
 from lab import main, topology
+from lab.nn import target
 from lab.task import ConfigError
 
 LIBTPU = importlib.util.find_spec('libtpu') is not None
 tpu = pytest.mark.skipif(not LIBTPU, reason='libtpu is not installed: pip install .[tpu]')
+CUDA = importlib.util.find_spec('jax_cuda13_plugin') is not None
 
 
 @pytest.fixture(autouse=True)
@@ -168,3 +171,31 @@ def test_a_step_for_two_slices_keeps_fsdp_inside_of_them(toy, tmp_path, capsys):
   assert compiled(tmp_path, 'v5e:4x4*2', '--config.mesh.data=1', '--config.mesh.fsdp=32',
                   '--config.input.batch_size=32')[0] == 2
   assert 'a multiple of the 2 slices' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('machine, message', [('h200:0', '1 to 8'), ('h100:9', '1 to 8'), ('h300:1', 'h100:8, h200:8')])
+def test_hosts_of_gpus_that_there_are_not(machine, message):
+  with pytest.raises(ConfigError, match=message):
+    topology.find(machine)
+
+
+@pytest.mark.skipif(CUDA, reason='the compiler for GPUs is installed')
+def test_without_the_compiler_for_gpus_the_extra_is_named():
+  with pytest.raises(ConfigError, match=r"pip install '\.\[cuda\]'"):
+    topology.find('h200:1')
+
+
+@pytest.mark.skipif(not CUDA, reason='the compiler for GPUs is not installed: pip install .[cuda]')
+def test_a_step_is_compiled_for_gpus_that_are_not_there(toy, tmp_path):
+  code, found = compiled(tmp_path, 'h200:2', '--config.mesh.data=1', '--config.mesh.fsdp=2',
+                         '--config.input.batch_size=8')
+  assert code == 0 and found['device_kind'] == 'NVIDIA H200' and found['devices'] == 2
+  assert found['memory']['fits'] and found['roofline']['seconds'] > 0
+
+
+@pytest.mark.parametrize('platform', ['cpu', 'gpu', 'tpu'])
+def test_layers_ask_what_they_are_compiled_for_not_what_is_here(platform):
+  assert target.platform() == 'cpu' and not target.nvidia()
+  device = jax.sharding.AbstractDevice(device_kind='a', num_cores=None, platform=platform)
+  with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+    assert target.platform() == platform and target.nvidia() == (platform == 'gpu')

@@ -5,10 +5,11 @@
 #
 # PEER.py is run as `python PEER.py --steps 30 [--batch N] NAME` and ends with a line of JSON that has items_per_s and
 # step_ms, of the same items. --batch is the examples of a step of both. Printed are the lines of both programs, three
-# of each (ROUNDS=3, STEPS=30), and the ratio of their medians. PYTHON is the interpreter of the lab, PEER_PYTHON that
-# of the other program.
+# of each (ROUNDS=3, STEPS=30), and the ratio of their medians. The lab's program is compiled in the first round and kept
+# for the others, as a user's is: compile_s is then what it takes to read it. PYTHON is the interpreter of the lab,
+# PEER_PYTHON that of the other program.
 set -euo pipefail
-[ $# -ge 3 ] || { sed -n '2,11s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[ $# -ge 3 ] || { sed -n '2,12s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 peer=$1 name=$2; shift 2
 python=${PYTHON:-python} other=${PEER_PYTHON:-${PYTHON:-python}} batch=() recipe=()
 for given in "$@"; do
@@ -17,9 +18,9 @@ for given in "$@"; do
     *) recipe+=("$given") ;;
   esac
 done
-lines=$(mktemp); trap 'rm -f "$lines"' EXIT
+lines=$(mktemp) cache=$(mktemp -d); trap 'rm -rf "$lines" "$cache"' EXIT
 for ((i = 0; i < ${ROUNDS:-3}; i++)); do
-  "$python" -m benchmarks.step "--steps=${STEPS:-30}" "${recipe[@]}" | tail -n 1 | tee -a "$lines"
+  "$python" -m benchmarks.step "--steps=${STEPS:-30}" "--cache=$cache" "${recipe[@]}" | tail -n 1 | tee -a "$lines"
   "$other" "$peer" --steps "${STEPS:-30}" "${batch[@]}" "$name" | tail -n 1 | tee -a "$lines"
 done
 "$python" - "$lines" <<'END'

@@ -1,12 +1,13 @@
 """How fast is a recipe's training step by itself? The very step that `train` runs, with its data on the device.
 
     python -m benchmarks.step --config=configs/gpt.py:full --config.data.dir=data/corpus [--steps=30]
-                              [--profile=FOLDER] [--config.KEY=VALUE ...]
+                              [--profile=FOLDER] [--cache=FOLDER] [--config.KEY=VALUE ...]
 
 One JSON line: items a second (tokens, images, sequences, grids, packs), ms a step (median, minimum), MFU, bytes of
-device memory at most and as foretold, seconds of compilation with an empty cache of programs and with a full one. A
-step is timed from the end of the one before it to its own, while the next one waits. --profile tells, in a table before
-that line, where the device's time goes, kernel by kernel; FOLDER gets the trace, for TensorBoard or Perfetto.
+device memory at most and as foretold, seconds of compilation with an empty cache of programs, or that in the folder
+--cache, and with a full one. A step is timed from the end of the one before it to its own, while the next one waits.
+--profile tells, in a table before that line, where the device's time goes, kernel by kernel; FOLDER gets the trace, for
+TensorBoard or Perfetto.
 
 MFU counts what the step must multiply: three times the forward pass, of causal attention the half that is seen, and
 nothing that is computed twice.
@@ -32,6 +33,7 @@ FLAGS = flags.FlagValues()
 flags.DEFINE_string('config', None, 'The recipe.', flag_values=FLAGS)
 flags.DEFINE_integer('steps', 30, 'Updates that are timed, after five that are not.', flag_values=FLAGS)
 flags.DEFINE_string('profile', '', 'Folder for a trace of three more updates.', flag_values=FLAGS)
+flags.DEFINE_string('cache', '', 'Folder that keeps compiled programs.', flag_values=FLAGS)
 WARM_UP, TRACED, SHOWN = 5, 3, 40
 UNITS = {'language': 'tokens', 'pose': 'images', 'video': 'sequences', 'dvae': 'grids', 'agent': 'packs'}
 
@@ -55,14 +57,14 @@ def run(given: list[str]) -> int:
   configs.override(config, ['', *given])
   from lab import train
   train.check(config)
-  with tempfile.TemporaryDirectory() as cache:
+  with tempfile.TemporaryDirectory() as empty:
     print(json.dumps({'config': FLAGS.config, 'settings': [a.removeprefix('--config.') for a in given],
-                      **measured(config, FLAGS.steps, FLAGS.profile, cache)}), flush=True)
+                      **measured(config, FLAGS.steps, FLAGS.profile, FLAGS.cache or empty)}), flush=True)
   return 0
 
 
 def measured(config, steps: int, profile: str, cache: str) -> dict:
-  """What the module says, of a configuration; programs are kept in the folder `cache`, which is empty."""
+  """What the module says, of a configuration; programs are kept in the folder `cache`."""
   import jax
   from lab import flops, memory, mesh as meshes, optim, train
   from lab.task import load

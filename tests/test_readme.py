@@ -18,6 +18,8 @@ from tests.conftest import ROOT
 DEFAULTS = ('--mode=train', '--step=latest', '--input=', '--output=', '--nodistributed')
 SWEEP = """config = "configs/pose.py:smoke"\nmetric = "-loss"\nkind = "grid"\nseeds = [0]\n
 [fixed]\ntotal_steps = 2\neval_steps = 0\ninput.batch_size = 8\n[values]\n"optim.learning_rate" = [1e-3]\n"""
+# to compile, as conftest has it, but with the devices of the command
+QUICK = '--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=1'
 SMALL = ('--config.input.batch_size=8', '--config.total_steps=2', '--config.eval_steps=0')
 
 
@@ -85,7 +87,7 @@ def test_every_command_runs(tmp_path, monkeypatch, capfd):
     elif name == 'launch/local_cluster.sh':
       before, (_, *after) = arguments[:arguments.index('--') + 1], arguments[arguments.index('--') + 1:]
       subprocess.run([name, *before, sys.executable, '-m', 'lab.main', *lab(after, tmp_path)], check=True,
-                     env={**os.environ, 'XLA_FLAGS': ''})
+                     env={**os.environ, 'XLA_FLAGS': QUICK})
     elif line.startswith('python -m data_pipelines.prepare'):
       assert prepare.main([a.replace('data/', f'{tmp_path}/data/') if 'samples' not in a else a
                            for a in ['prepare', *arguments[2:]]]) == 0, line

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks import step
+from benchmarks import kernels as bench_kernels, step
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SMALL = ['--config=configs/video.py:smoke', '--config.input.batch_size=8']
@@ -66,3 +66,14 @@ def test_two_programs_are_measured_in_turns(tmp_path):
   assert json.loads(ours)['items'] == 8 and json.loads(theirs)['items_per_s'] == .5
   assert 'peer 0.5 sequences/s (medians): ratio ' in last
   assert subprocess.run(['benchmarks/compare.sh'], cwd=ROOT, check=False, capture_output=True).returncode == 2
+
+
+def test_kernels_are_timed_beside_the_plain_way(capsys):
+  shapes = (5, 40, False), (5, 40, True)
+  assert bench_kernels.main(['kernels', '--calls=1'], (4, 700, 600), shapes, interpret=True) == 0
+  rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+  assert len(rows) == 6 and all(float(row[-1]) < 1e-2 for row in rows)
+
+
+def test_kernels_are_not_timed_where_there_is_no_gpu(capsys):
+  assert bench_kernels.main(['kernels', '--calls=1']) == 2 and 'expected an NVIDIA GPU' in capsys.readouterr().err

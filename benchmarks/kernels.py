@@ -1,0 +1,96 @@
+"""How fast are the lab's kernels for NVIDIA GPUs beside the same in plain JAX, and how fast could they be?
+
+    python -m benchmarks.kernels [--calls=20]
+
+A line a kernel: milliseconds of the plain way and of the kernel, each the mean of so many calls after two; the least
+that their traffic takes, each array read or written once, at the bandwidth of lab/topology.py; and the largest
+relative difference of their results, by the norm of each.
+"""
+
+import functools
+import re
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+from lab import topology
+from lab.nn import kernels, losses, norms
+
+FLAGS = flags.FlagValues()
+flags.DEFINE_integer('calls', 20, 'Calls that are timed.', flag_values=FLAGS)
+LOGITS = (32_768, 50_304, 50_257)                                             # rows, columns, classes: GPT-2's
+NORMS = ((32_768, 768, False), (65_536, 256, True), (221_184, 128, True))     # rows, features, by root mean square
+
+
+def main(argv: list[str], logits=LOGITS, shapes=NORMS, interpret: bool = False) -> int:
+  """Prints the table and returns the exit code; interpret: for tests, without a GPU."""
+  FLAGS(argv)
+  kind = jax.devices()[0].device_kind
+  bandwidth = next((chip.hbm for names, chip in topology.CHIPS if re.fullmatch(names, kind)), 0)
+  if not bandwidth and not interpret:
+    print(f'error: {kind}: expected an NVIDIA GPU of lab/topology.py', file=sys.stderr)
+    return 2
+  print(f'{kind}, jax {jax.__version__}\n{"":<40} {"plain":>8} {"kernel":>8} {"least":>8} difference')
+  for name, plain, kernel, args in (*of_labels(*logits), *(row for shape in shapes for row in of_norms(*shape))):
+    slow, wanted = timed(plain, args)
+    fast, got = timed(functools.partial(kernel, interpret=interpret), args)
+    moved = sum(a.nbytes for a in jax.tree.leaves((args, wanted)))
+    print(f'{name:<40} {slow:8.3f} {fast:8.3f} {1e3 * moved / bandwidth if bandwidth else 0:8.3f} '
+          f'{max(map(difference, got, wanted)):.1e}', flush=True)
+  return 0
+
+
+def of_labels(rows: int, columns: int, classes: int):
+  """(name, plain, kernel, arguments) of the two of a vocabulary."""
+  logits = (2 * jax.random.normal(jax.random.key(0), (rows, columns))).astype(jnp.bfloat16)
+  labels = jax.random.randint(jax.random.key(1), (rows,), 0, classes)
+  total = jax.jit(functools.partial(losses._label_statistics, classes=classes))(logits, labels)[0]
+  slope = jax.random.normal(jax.random.key(2), (rows,))
+  one = lambda f, *args, **options: (f(*args, classes=classes, **options),)
+  yield (f'statistics of logits {rows} x {columns}', functools.partial(losses._label_statistics, classes=classes),
+         functools.partial(kernels.label_statistics, classes=classes), (logits, labels))
+  yield (f'gradient of logits {rows} x {columns}', functools.partial(one, losses._label_gradient),
+         functools.partial(one, kernels.label_gradient), (logits, labels, total, slope))
+
+
+def of_norms(rows: int, width: int, rms: bool):
+  """(name, plain, kernel, arguments) of sum and norm, and of their gradient."""
+  x, onward = (jax.random.normal(jax.random.key(i), (rows, width)) for i in (0, 1))
+  y, slope = (jax.random.normal(jax.random.key(i), (rows, width)).astype(jnp.bfloat16) for i in (2, 3))
+  scale, bias = (jax.random.normal(jax.random.key(i), (width,)) for i in (4, 5))
+  options, name = {'eps': 1e-5, 'rms': rms, 'post': False}, 'RMSNorm' if rms else 'LayerNorm'
+  both = lambda f, *args, **more: [r for r in f(*args, **options, **more) if r is not None]
+
+  def gradient(*args, **more):
+    *slopes, to_scale, to_bias = kernels.add_norm_gradient(*args, **options, **more)
+    return *slopes, to_scale.sum(0), to_bias.sum(0)
+  yield (f'sum and {name} {rows} x {width}', functools.partial(both, norms._plain),
+         functools.partial(both, kernels.add_norm), (x, y, scale, bias))
+  yield (f'gradient of sum and {name} {rows} x {width}', functools.partial(both, norms._plain_gradient), gradient,
+         (x, onward, slope, scale))
+
+
+def timed(f, args):
+  """Milliseconds a call, and the result."""
+  f = jax.jit(f)
+  for _ in range(2):
+    jax.block_until_ready(f(*args))
+  began = time.perf_counter()
+  for _ in range(FLAGS.calls):
+    out = f(*args)
+  jax.block_until_ready(out)
+  return 1e3 * (time.perf_counter() - began) / FLAGS.calls, out
+
+
+def difference(got, wanted) -> float:
+  """|got - wanted| / |wanted|."""
+  got, wanted = (np.asarray(a, np.float64) for a in (got, wanted))
+  return float(np.linalg.norm(got - wanted) / max(np.linalg.norm(wanted), 1e-30))
+
+
+if __name__ == '__main__':
+  sys.exit(main(sys.argv))

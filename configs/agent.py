@@ -43,6 +43,6 @@ def get_config(variant: str = '') -> ConfigDict:
                         'mixed': (0.1, 0.2, 0.3)})
     config.model.update({'widths': (128, 256, 1024, 1536), 'heads': 8, 'layers': 2, 'dtype': 'bfloat16'})
     config.optim.update({'learning_rate': 1e-3, 'warmup_steps': 500})
-    config.total_steps = 44_000
-    config.log_steps, config.eval_steps, config.checkpoint.steps = 100, 5500, 5500
+    config.total_steps = 36_000
+    config.log_steps, config.eval_steps, config.checkpoint.steps = 100, 9000, 9000
   return config

@@ -36,7 +36,7 @@ def get_config(variant: str = '') -> ConfigDict:
   config.model.update({'dtype': 'float32', 'deviation': 0.18})
   if not variant:
     config.data.side = 10
-    config.model.update({'width': 64, 'heads': 4, 'layers': 2, 'latents': 25, 'codes': 64, 'deviation': 0.125})
+    config.model.update({'width': 64, 'heads': 4, 'layers': 2, 'latents': 20, 'codes': 64, 'deviation': 0.125})
     _lattice(config)
     config.total_steps, config.optim.warmup_steps = 3000, 100
     config.log_steps, config.eval_steps, config.checkpoint.steps = 50, 1000, 1000
@@ -59,8 +59,9 @@ def get_config(variant: str = '') -> ConfigDict:
 
 
 def _lattice(config):
-  config.model.pool = 'lattice'
+  config.model.update({'pool': 'lattice', 'distinct': True})
   config.quantizer.kind = 'vq_ema'
+  config.augment.joined = 0.4
   # outside of the grid nothing is left to learn
   config.loss.update({'kl': 0.0, 'usage': 0.0, 'pad_weight': 0.0})
 
@@ -75,7 +76,7 @@ def _accelerator(config, variant):
     config.total_steps, config.optim.warmup_steps = 30_000, 300
     config.optim.update({'learning_rate': 1e-3, 'end_rate': 1e-5, 'beta2': 0.99, 'decay': 1e-2})
     config.log_steps, config.eval_steps, config.checkpoint.steps = 500, 10_000, 10_000
-    config.model.update({'latents': 120, 'deviation': 0.04})
+    config.model.update({'latents': 118, 'codes': 256, 'deviation': 0.04})
     _lattice(config)
   if variant == 'chain':
     config.model.update({'latents': 16, 'pool': 'chain', 'slots': False, 'absolute': False})

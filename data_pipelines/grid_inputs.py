@@ -14,31 +14,34 @@ _Named = tuple[str, dict[str, np.ndarray]]
 
 
 def grids(source: str, output: str, stop: Callable[[], bool], side: int, verb: str,
-          codes: tuple[int, int], header: bool = False) -> Iterator[dict[str, Any] | DataError]:
+          codes: tuple[int, int], header: bool = False, distinct: bool = False) -> Iterator[dict[str, Any] | DataError]:
   """Batches of one item each, of fixed shapes; an item that can't be used comes as the DataError that says why.
 
   Args:
     source: a file, or a folder of files and its folders: .json or .jsonl, plain or .gz; or a JSON text.
       rebuild: ARC tasks (see arc_raw.py), of which all grids are taken; or a grid, a list of rows.
       decode: a list of codes, or several of them; each may also be an object that has it as "codes", and with a header
-        must be, with "size", [height, width], and "colours", those of the grid by how many cells have them.
+        must be, with "size", [height, width], and "colours", those of the grid by how many cells have them; where equal
+        rows are told once, also with "rows" and "columns", which of the different ones each is, from 0 as they first
+        occur.
       interpolate: a list of two grids; or a task, of which the first pair is taken.
     output: folder in which the results are drawn.
     stop: asked before each item.
     side: of the canvas.
     verb: rebuild, decode or interpolate.
     codes: how many an item has, N, and how many there are to choose from.
-    header: whether codes come with size and colours.
+    header: whether codes come with size and colours; distinct: and with rows and columns.
 
   Yields:
     mask f32[1], and for the host name [str] and write(picture), which puts u8[H, W, 3] at output/NAME.png. rebuild:
     grid u8[1, side, side], 255 outside, and size i32[1, 2]. interpolate: also other and other_size. decode: codes
-    i32[1, N], with a header extents i32[1, 2] and colours i32[1, 10], all ten.
+    i32[1, N], with a header extents i32[1, 2] and colours i32[1, 10], all ten; rows and columns i32[1, side].
 
   Raises:
     DataError: nothing is there.
   """
-  read = {'rebuild': lambda: _rebuilt(source, side), 'decode': lambda: _decoded(source, *codes, side if header else 0),
+  read = {'rebuild': lambda: _rebuilt(source, side),
+          'decode': lambda: _decoded(source, *codes, side if header else 0, distinct),
           'interpolate': lambda: _between(source, side)}
   taken = set()
   for item in read[verb]():
@@ -117,7 +120,7 @@ def _canvas(grid: np.ndarray, side: int, where: str) -> dict[str, np.ndarray]:
   return {'grid': canvas, 'size': np.array([grid.shape], np.int32)}
 
 
-def _decoded(source: str, length: int, count: int, side: int) -> Iterator[_Named | DataError]:
+def _decoded(source: str, length: int, count: int, side: int, distinct: bool) -> Iterator[_Named | DataError]:
   for file, where, line, value in _values(source):
     if isinstance(value, DataError):
       yield value
@@ -126,7 +129,8 @@ def _decoded(source: str, length: int, count: int, side: int) -> Iterator[_Named
     for number, found in enumerate(value if several else [value], 1):
       label, place = _label(file, line) + f'#{number}' * several, where + f', list {number}' * several
       yield _tried(lambda: (label, {'codes': _codes(found, length, count, place)}
-                            | (_header(found, side, place) if side else {})))
+                            | (_header(found, side, place) if side else {})
+                            | (_alike(found, side, place) if distinct else {})))
 
 
 def _codes(found: Any, length: int, count: int, where: str) -> np.ndarray:
@@ -153,6 +157,18 @@ def _header(found: Any, side: int, where: str) -> dict[str, np.ndarray]:
     raise DataError(f'{where}: colours {str(colours)[:40]}; expected different integers of 0 to {arc_raw.COLOURS - 1}')
   others = [c for c in range(arc_raw.COLOURS) if c not in colours]
   return {'extents': np.array([size], np.int32), 'colours': np.array([colours + others], np.int32)}
+
+
+def _alike(found: dict[str, Any], side: int, where: str) -> dict[str, np.ndarray]:
+  out = {}
+  for key, length in zip(('rows', 'columns'), found['size']):
+    numbers = found.get(key)
+    if not isinstance(numbers, list) or len(numbers) != length or not all(type(n) is int for n in numbers) or any(
+        not 0 <= n <= max(numbers[:i], default=-1) + 1 for i, n in enumerate(numbers)):
+      raise DataError(f'{where}: {key} {str(numbers)[:40]}; expected {length} integers, 0 for the first and for '
+                      'those like it, 1 for the next different one, and so on')
+    out[key] = np.array([numbers + [0] * (side - length)], np.int32)
+  return out
 
 
 def _between(source: str, side: int) -> Iterator[_Named | DataError]:

@@ -78,6 +78,19 @@ def test_codes_of_a_lattice_come_with_size_and_colours():
   assert 'no "size" and "colours"' in str(error)
 
 
+def test_codes_of_different_rows_come_with_which_is_which():
+  given = {'codes': [1, 2], 'size': [3, 1], 'colours': [7, 0], 'rows': [0, 1, 0], 'columns': [0]}
+  found, = stream(json.dumps(given), verb='decode', header=True, distinct=True)
+  assert found['rows'].tolist() == [[0, 1, 0]] and found['columns'].tolist() == [[0, 0, 0]]
+  for key, wrong in (('rows', [0, 1]), ('rows', [1, 0, 0]), ('rows', [0, 2, 1]), ('rows', [0, -1, 0]), ('rows', None),
+                     ('rows', [0, True, 0]), ('rows', '010'), ('columns', [1]), ('columns', [[0]]),
+                     ('columns', [0, 1])):
+    error, = stream(json.dumps({**given, key: wrong}), verb='decode', header=True, distinct=True)
+    assert isinstance(error, DataError) and f'{key} ' in str(error) and 'expected' in str(error)
+  error, = stream('[1, 2]', verb='decode', header=True, distinct=True)
+  assert 'no "size" and "colours"' in str(error)
+
+
 def test_codes_are_decoded(tmp_path):
   raw = save(tmp_path, {'a.json': [3, 7], 'b.json': [[0, 1], [1], {'codes': [2, 3]}], 'c.json': {'codes': [4, 5]},
                         'd.jsonl': [[0, 8], {'codes': [6, 7], 'grid': A}, [0, True], [1, 1]],

@@ -58,7 +58,7 @@ def test_what_the_layouts_are():
 def test_training_sees_all_eight_symmetries_equally_often_and_nothing_else():
   number = np.stack([np.full(4000, 7), np.arange(4000)], 1).astype(np.uint32)
   grid, size = (jnp.repeat(x, 4000, 0) for x in on_canvas(GRID, 4))
-  options = ConfigDict({'colours': False, 'symmetries': True, 'translate': 0.0})
+  options = ConfigDict({'colours': False, 'symmetries': True, 'joined': 0.0, 'translate': 0.0})
   grids, sizes = jax.jit(lambda g, s, n: canvas.augmented(g, s, n, options))(grid, size, number)
   counts = np.zeros(8)
   for g, (h, w) in zip(np.asarray(grids), np.asarray(sizes)):
@@ -71,7 +71,7 @@ def test_training_sees_all_eight_symmetries_equally_often_and_nothing_else():
 def test_training_permutes_colours_and_moves_grids():
   number = np.stack([np.full(3000, 7), np.arange(3000)], 1).astype(np.uint32)
   grid, size = (jnp.repeat(x, 3000, 0) for x in on_canvas(GRID, 4))
-  options = ConfigDict({'colours': True, 'symmetries': False, 'translate': 1.0})
+  options = ConfigDict({'colours': True, 'symmetries': False, 'joined': 0.0, 'translate': 1.0})
   run = jax.jit(lambda g, s, n: canvas.augmented(g, s, n, options))
   grids, _ = map(np.asarray, run(grid, size, number))
   firsts, places = np.zeros(10), np.zeros((3, 2))
@@ -84,6 +84,29 @@ def test_training_permutes_colours_and_moves_grids():
   assert abs(firsts - 300).max() < 5 * (3000 * .09)**.5 and abs(places - 500).max() < 5 * (3000 * 5 / 36)**.5
   # a grid's draw hangs on its number alone, not on its batch
   np.testing.assert_array_equal(run(grid[:3], size[:3], number[5:8])[0], grids[5:8])
+
+
+def test_joined_grids_are_the_first_columns_of_one_and_those_of_the_next_or_rows():
+  number = np.stack([np.full(600, 3), np.arange(600)], 1).astype(np.uint32)
+  first, second = np.full((3, 4), 1, np.uint8), np.full((2, 3), 2, np.uint8)
+  parts = [on_canvas(first, 5), on_canvas(second, 5)]
+  grid, size = (jnp.tile(jnp.concatenate(x), (300, *[1] * (x[0].ndim - 1))) for x in zip(*parts))
+  options = ConfigDict({'colours': False, 'symmetries': False, 'joined': 0.5, 'translate': 0.0})
+  grids, sizes = map(np.asarray, jax.jit(lambda *x: canvas.augmented(*x, options))(grid, size, number))
+  shapes = {}
+  for i, (cells, (h, w)) in enumerate(zip(grids, sizes)):
+    inside = cells[:h, :w]
+    assert (inside != canvas.OUTSIDE).all() and (np.delete(cells.ravel(), (np.arange(h)[:, None] * 5 + np.arange(w))
+                                                           .ravel()) == canvas.OUTSIDE).all()
+    own, other = (1, 2) if i % 2 == 0 else (2, 1)
+    kept = inside.T if (inside[:, 0] == own).sum() < h else inside           # columns: all rows begin with its own
+    cut = int((kept[0] == own).sum())
+    assert cut >= 1 and (kept[:, :cut] == own).all() and (kept[:, cut:] == other).all()
+    if (inside != own).any():
+      shapes.setdefault(i % 2, set()).add((h, w, cut))
+  assert 200 < (sizes[:, 0] * sizes[:, 1] != np.tile([12, 6], 300)).sum() < 400
+  # beside: rows of the lower one, columns of both up to the side; below: likewise
+  assert shapes[0] == {(2, 3 + c if c < 3 else 5, c) for c in (1, 2, 3, 4)} | {(2 + c, 3, c) for c in (1, 2, 3)}
 
 
 def test_hidden_tokens_are_a_share_of_the_grid_and_never_padding():

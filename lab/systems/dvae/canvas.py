@@ -1,9 +1,11 @@
 """Grids as tokens: a canvas of equal size for all, its two layouts, and what training does to a grid beforehand.
 
 Tokens: 0 to 9 colours, 10 the end of a row, 14 a token that is hidden from the encoder, 15 outside of the grid. All is
-drawn on the device, from a grid's `number` alone: the same whatever the batch it comes in.
+drawn on the device, from a grid's `number` alone: the same whatever the batch it comes in, but for what it is joined
+to.
 """
 
+import functools
 import math
 
 import jax
@@ -80,8 +82,12 @@ def grid_of(tokens: np.ndarray, layout: str) -> np.ndarray:
 
 
 def augmented(grid: jax.Array, size: jax.Array, number: jax.Array, options) -> tuple[jax.Array, jax.Array]:
-  """Grids and sizes with colours permuted, turned or mirrored, and moved, as config.augment says."""
-  return jax.vmap(lambda g, s, key: _augment(g, s, key, options))(grid, size, keys(number, 0))
+  """Grids and sizes with colours permuted, turned or mirrored, and moved or joined, as config.augment says."""
+  grid, size = jax.vmap(lambda g, s, key: _augment(g, s, key, options))(grid, size, keys(number, 0))
+  if not options.joined:
+    return grid, size
+  join = functools.partial(_joined, chance=options.joined)
+  return jax.vmap(join)(grid, size, jnp.roll(grid, -1, 0), jnp.roll(size, -1, 0), keys(number, 3))
 
 
 def _augment(grid, size, key, options):
@@ -104,6 +110,22 @@ def _augment(grid, size, key, options):
   row, column = (jnp.where(bits[1 + axis], size[axis] - 1 - x, x) for axis, x in enumerate((row, column)))
   at = tuple(jnp.clip(x, 0, side - 1) for x in (row, column))
   return jnp.where(inside, grid[at], OUTSIDE).astype(grid.dtype), jnp.stack([height, width])
+
+
+def _joined(grid, size, other, other_size, key, chance):
+  """With this chance the first columns of a grid, how many being drawn, and beside them those of another; or rows."""
+  side = len(grid)
+  which, axis, where = jax.random.split(key, 3)
+  below = jax.random.bernoulli(axis)
+  turn = lambda g, s: (jnp.where(below, g.T, g), jnp.where(below, s[::-1], s))
+  (a, s), (b, t) = turn(grid, size), turn(other, other_size)
+  cut = jnp.minimum(s[1], 1 + (jax.random.uniform(where) * (side - 1)).astype(jnp.int32))
+  height, width = jnp.minimum(s[0], t[0]), jnp.minimum(cut + t[1], side)
+  row, column = jnp.arange(side)[:, None], jnp.arange(side)[None]
+  made = jnp.where(column < cut, a, b[:, jnp.clip(column[0] - cut, 0, side - 1)])
+  made, extent = turn(jnp.where((row < height) & (column < width), made, OUTSIDE), jnp.stack([height, width]))
+  taken = jax.random.bernoulli(which, chance)
+  return jnp.where(taken, made, grid), jnp.where(taken, extent, size)
 
 
 def hidden(tokens: jax.Array, number: jax.Array, most: jax.Array) -> jax.Array:

@@ -20,6 +20,7 @@ def get_config() -> ConfigDict:
       'on': True,
       'colours': True,           # any permutation of the ten
       'symmetries': True,        # one of the square's eight
+      'joined': 0.0,             # chance that a grid has the next one of its batch beside or below it, as far as fits
       'translate': 0.0,          # chance that a grid lies anywhere on the canvas, not at its top left
   })
   _network(config)
@@ -75,6 +76,7 @@ def _network(config) -> None:
       'pool_layers': 2,          # perceiver: blocks
       'absolute': True,          # a learnt vector for each row and column, added to what the encoder starts from
       'slots': True,             # a learnt vector for each place of a code
+      'distinct': False,         # lattice: codes tell of each different row and column once; the header, which they are
       'deviation': 0.02,         # of weights at the start; about 1 / sqrt(width) suits narrow networks
       'dropout': 0.0,
       'attention': 'auto',       # plain, flash (a GPU's kernel), or auto

@@ -1,79 +1,66 @@
 """Encoder and decoder in which each latent has its own share of the grid: no pool has to be learnt.
 
-N latents stand on a lattice of a x b places, as square as N allows. Along an axis a grid of no more cells than places
-puts one cell on a place; a larger one is shared out evenly. What the network sees of a cell is the rank of its colour,
-0 for the one that the grid has most of. So a grid's code is its N codes and a header: height, width, and which colour
-has which rank, 2 log2 M + log2 10! bits. A permutation of the colours changes nothing but the header.
+A grid is cut into blocks of neighbouring rows and columns, as many as there are latents if it has so many cells, as
+equal as can be, and each latent has a block. What the network sees of a cell is the rank of its colour, 0 for the one
+that the grid has most of; and with `model.distinct` it sees each of the grid's rows and columns once, however often it
+occurs. What is lost so is in a header (see header.py), which is told beside the codes.
 
-Shapes: B grids on a canvas of M x M cells, S = M^2 tokens, P cells at most on a place, D width, V words of the
-vocabulary.
+Shapes: B grids on a canvas of M x M cells, S = M^2 tokens, N latents, P rows or columns at most of a block, D width, V
+words of the vocabulary.
 """
 
+import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lab.nn.products import lookup
 from lab.nn.transformer import Shape, Transformer
-from lab.systems.dvae import canvas
+from lab.systems.dvae import canvas, header
+from lab.systems.dvae.header import Header
 
 NEVER = -1e4      # logit of what is no PAD outside of the grid
 
 
-class Header(NamedTuple):
-  """What the codes of grids don't tell."""
-  extents: jax.Array     # i32[B, 2], rows and columns
-  colours: jax.Array     # i32[B, 10], the colour of each rank: all ten, in the end those that the grid has not
+def longest(latents: int, side: int) -> int:
+  """P, rows or columns of the largest block: what a square grid of side x side cells needs."""
+  return -(-side // math.isqrt(latents))
 
 
-def header(ids: jax.Array) -> Header:
-  """Of tokens i32[B, S], projected. Of colours that a grid has equally often the lower one comes first."""
-  counts = jax.nn.one_hot(ids, canvas.COLOURS, dtype=jnp.int32).sum(1)
-  return Header(canvas.extents(ids), jnp.argsort(-counts, axis=1, stable=True).astype(jnp.int32))
+@functools.cache
+def divisions(latents: int, side: int) -> np.ndarray:
+  """i32[M + 1, M + 1, 2]: how many blocks the rows and the columns of a grid are cut into, by its size.
 
-
-def header_bits(side: int) -> float:
-  """Its length on a canvas of side x side cells."""
-  return 2 * math.log2(side) + math.log2(math.factorial(canvas.COLOURS))
-
-
-def between(start: Header, end: Header, share: jax.Array) -> Header:
-  """A header on the way, share 0 to 1: sizes change evenly, colours in the middle."""
-  size = start.extents * (1 - share) + end.extents * share
-  return Header(jnp.round(size).astype(jnp.int32), jnp.where(share < 0.5, start.colours, end.colours))
-
-
-def sides(latents: int) -> tuple[int, int]:
-  """Rows and columns of the lattice of so many places."""
-  columns = max(n for n in range(1, latents + 1) if latents % n == 0 and n * n <= latents)
-  return latents // columns, columns
-
-
-def shares(extent: jax.Array, places: int, side: int) -> jax.Array:
-  """Sizes of an axis i32[B] -> which of its cells each place has, i32[B, places, most], -1 where it has fewer."""
-  i, extent = jnp.arange(places + 1)[None], extent[:, None]
-  ends = jnp.where(extent > places, -(-i * extent // places), jnp.minimum(i, extent))
-  cell = ends[:, :-1, None] + jnp.arange(-(-side // places))[None, None]
-  return jnp.where(cell < ends[:, 1:, None], cell, -1)
-
-
-def owners(extent: jax.Array, places: int, side: int) -> tuple[jax.Array, jax.Array]:
-  """Sizes of an axis i32[B] -> of each cell the place that has it and its number there, both i32[B, side].
-
-  Cells outside get some place and number within range.
+  Of all that make no more blocks than latents and none too long, the one whose cells have the fewest others in their
+  block, on average; of equal ones that with the squarer blocks.
   """
-  cell, extent = jnp.arange(side)[None], extent[:, None]
-  shared = extent > places
-  place = jnp.minimum(jnp.where(shared, cell * places // jnp.maximum(extent, 1), cell), places - 1)
-  first = jnp.where(shared, -(-place * extent // places), place)
-  return place, jnp.clip(cell - first, 0, -(-side // places) - 1)
+  most, found = longest(latents, side), np.ones((side + 1, side + 1, 2), np.int32)
+  crowd = np.full((side + 1, side + 1), np.inf)          # sum of squares of the sizes of so many parts of a length
+  for size in range(1, side + 1):
+    for parts in range(-(-size // most), size + 1):
+      low, more = divmod(size, parts)
+      crowd[size, parts] = (parts - more) * low ** 2 + more * (low + 1) ** 2
+  rows, columns = np.meshgrid(np.arange(side + 1), np.arange(side + 1), indexing='ij')
+  for height in range(1, side + 1):
+    for width in range(1, side + 1):
+      cost = np.where(rows * columns <= latents, crowd[height][:, None] * crowd[width][None], np.inf)
+      slant = np.abs(np.log(height / np.maximum(rows, 1) * np.maximum(columns, 1) / width))
+      best = np.lexsort((slant.ravel(), cost.ravel()))[0]
+      found[height, width] = np.unravel_index(best, cost.shape)
+  return found
+
+
+def bounds(place: jax.Array, extent: jax.Array, parts: jax.Array) -> jax.Array:
+  """The first of `extent` cells along an axis that part number `place` of `parts` equal ones has."""
+  return -(-place * extent // jnp.maximum(parts, 1))
 
 
 class Lattice(nn.Module):
-  """A Transformer over the places of the lattice to encode, and one to decode."""
+  """A Transformer over the blocks of a grid to encode, and one to decode."""
   shape: Shape
   model: Any           # the section config.model
   side: int            # of the canvas
@@ -81,49 +68,79 @@ class Lattice(nn.Module):
   def setup(self):
     m = self.model
     start = nn.initializers.normal(m.deviation)
-    self.axes = sides(m.latents)
-    self.cells = tuple(-(-self.side // n) for n in self.axes)
-    held = self.cells[0] * self.cells[1]
+    self.most = longest(m.latents, self.side)
+    held = self.most ** 2
     self.tokens = self.param('tokens', start, (held, canvas.VOCABULARY, m.width), jnp.float32)
     if m.absolute:
-      self.places = self.param('places', start, (2, max(self.axes), m.width), jnp.float32)
-    self.extents = self.param('extents', start, (2, self.side + 1, m.width), jnp.float32)
+      self.places = self.param('places', start, (2, self.side, m.width), jnp.float32)
+    self.extents = self.param('extents', start, (2 + 2 * m.distinct, self.side + 1, m.width), jnp.float32)
+    if m.slots:
+      # as large as the words of a codebook: otherwise the decoder can't tell one latent from another for a long time
+      self.slots = self.param('slots', nn.initializers.normal(0.7), (2, self.side, m.width), jnp.float32)
     self.encoder, self.decoder = Transformer(self.shape), Transformer(self.shape)
     self.readout = nn.Dense(held * canvas.VOCABULARY, use_bias=False, kernel_init=start, dtype=self.shape.dtype)
 
   def look(self, ids, places, head: Header, train: bool = False):
     """ids i32[B, S] -> [B, N, D]; places are the canvas's own."""
     del places
-    batch, (rows, columns) = len(ids), self.axes
-    i, j = (shares(head.extents[:, axis], self.axes[axis], self.side) for axis in (0, 1))
-    i, j = i[:, :, None, :, None], j[:, None, :, None]                                     # [B, rows, columns, P, P]
+    batch, size = len(ids), header.folded(head)
+    at, ends = self._blocks(size)
+    i, j = (at[..., axis, None] + jnp.arange(self.most)[None, None] for axis in (0, 1))                # [B, N, P]
+    there = (i < ends[..., :1])[..., None] & (j < ends[..., 1:])[..., None, :]             # [B, N, P, P]
+    i, j = (jnp.minimum(x, self.side - 1) for x in (i, j))
+    if head.rows is not None:
+      i, j = (_each(header.firsts(numbers), x) for numbers, x in ((head.rows, i), (head.columns, j)))
     grid = _renamed(ids, jnp.argsort(head.colours, 1)).reshape(batch, self.side, self.side)
-    held = jnp.where((i >= 0) & (j >= 0), _each(grid, i, j), canvas.PAD)
-    held = held.reshape(batch, rows * columns, -1)
-    x = sum(lookup(self.tokens[n], held[..., n]) for n in range(held.shape[-1])) + self._size(head)
+    held = jnp.where(there, _each(grid, i[..., None], j[..., None, :]), canvas.PAD).reshape(*at.shape[:2], -1)
+    x = sum(lookup(self.tokens[n], held[..., n]) for n in range(held.shape[-1])) + self._size(head, size)
     if self.model.absolute:
-      x = x + (self.places[0, :rows, None] + self.places[1, None, :columns]).reshape(1, rows * columns, -1)
-    return self.encoder(x, positions=self._where(), train=train)
+      x = x + self._by_place(self.places, at)
+    return self.encoder(x, positions=at, train=train)
 
   def draw(self, x, head: Header, train: bool = False):
     """f32[B, N, D] -> logits f32[B, S, V]."""
-    batch, side, (rows, columns) = len(x), self.side, self.axes
-    x = self.decoder(x + self._size(head), positions=self._where(), train=train)
-    logits = self.readout(x).astype(jnp.float32).reshape(batch, rows, columns, *self.cells, -1)
-    (i, m), (j, n) = (owners(head.extents[:, axis], self.axes[axis], side) for axis in (0, 1))
-    i, m, j, n = i[:, :, None], m[:, :, None], j[:, None], n[:, None]                      # [B, M, M]
-    logits = _each(logits, i, j, m, n)
+    batch, side, size = len(x), self.side, header.folded(head)
+    at, _ = self._blocks(size)
+    if self.model.slots:
+      x = x + self._by_place(self.slots, at)
+    x = self.decoder(x + self._size(head, size), positions=at, train=train)
+    logits = self.readout(x).astype(jnp.float32).reshape(batch, -1, self.most, self.most, canvas.VOCABULARY)
+    parts = self._parts(size)
+    cells = jnp.broadcast_to(jnp.arange(side)[None], (batch, side))
+    (i, m), (j, n) = (_owner(cells if told is None else told, size[:, axis, None], parts[:, axis, None], self.most)
+                      for axis, told in enumerate((head.rows, head.columns)))
+    place = jnp.minimum(i[:, :, None] * parts[:, 1, None, None] + j[:, None], logits.shape[1] - 1)      # [B, M, M]
+    logits = _each(logits, place, m[:, :, None], n[:, None])
     logits = jnp.take_along_axis(logits, _names(jnp.argsort(head.colours, 1))[:, None, None], -1)
     row, column = (jnp.arange(side)[None] < head.extents[:, axis, None] for axis in (0, 1))
     outside = jnp.where(jnp.arange(canvas.VOCABULARY) == canvas.PAD, 0.0, NEVER).reshape(1, 1, 1, -1)
     return jnp.where((row[:, :, None] & column[:, None])[..., None], logits, outside).reshape(batch, side * side, -1)
 
-  def _size(self, head):
-    return sum(lookup(self.extents[axis], head.extents[:, axis]) for axis in (0, 1))[:, None]
+  def _parts(self, size):
+    return jnp.asarray(divisions(self.model.latents, self.side))[size[:, 0], size[:, 1]]
 
-  def _where(self):
-    at = jnp.stack(jnp.divmod(jnp.arange(self.axes[0] * self.axes[1]), self.axes[1]), -1)
-    return at.astype(jnp.int32)[None]
+  def _blocks(self, size):
+    """Sizes i32[B, 2] -> the first row and column of each latent's block, and what ends it: i32[B, N, 2] both.
+
+    Latents that are left over have blocks below the grid, with nothing in them.
+    """
+    parts = self._parts(size)
+    place = jnp.stack(jnp.divmod(jnp.arange(self.model.latents)[None], parts[:, 1:]), -1)
+    size, parts = size[:, None], parts[:, None]
+    return tuple(jnp.minimum(bounds(n, size, parts), size).astype(jnp.int32) for n in (place, place + 1))
+
+  def _by_place(self, tables, at):
+    return sum(lookup(tables[axis], jnp.minimum(at[..., axis], self.side - 1)) for axis in (0, 1))
+
+  def _size(self, head, size):
+    sizes = jnp.concatenate([head.extents, size], 1) if self.model.distinct else head.extents
+    return sum(lookup(table, sizes[:, axis]) for axis, table in enumerate(self.extents))[:, None]
+
+
+def _owner(cell, extent, parts, most):
+  """Cells along an axis i32[B, M] -> the part that has each, and its number there; outside, anything within range."""
+  part = jnp.clip(cell * parts // jnp.maximum(extent, 1), 0, parts - 1)
+  return part, jnp.clip(cell - bounds(part, extent, parts), 0, most - 1)
 
 
 def _each(x, *places):

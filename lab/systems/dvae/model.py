@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ml_collections import FrozenConfigDict
 
 from lab.nn.transformer import Shape
-from lab.systems.dvae import canvas, lattice
+from lab.systems.dvae import canvas, header, lattice
 from lab.systems.dvae.pools import Pooled
 
 CODEBOOK = ('gumbel', 'st_gumbel', 'reinmax')     # kinds of quantizers with logits over a codebook that is learnt
@@ -42,7 +42,7 @@ class DVAE(nn.Module):
       self.body = lattice.Lattice(self.shape, m, self.side)
     else:
       self.body = Pooled(self.shape, m, self.side, self.layout)
-    if m.slots:
+    if m.slots and m.pool != 'lattice':
       # as large as the words of a codebook: otherwise the decoder can't tell one latent from another for a long time
       self.slots = self.param('slots', nn.initializers.normal(1.0), (m.latents, m.width), jnp.float32)
     if self.kind in CODEBOOK:
@@ -55,7 +55,7 @@ class DVAE(nn.Module):
   def encode(self, ids, places, head=None, train: bool = False):
     """ids i32[B, S], places i32[B or 1, S, 2] -> f32[B, N, .]: logits of codes, channels of fsq, or else latents.
 
-    head: a lattice's header of the grids (see `header`); None for a pool.
+    head: a lattice's header of the grids (see `told`); None for a pool.
     """
     x = self.body.look(ids, places, head, train).astype(jnp.float32)
     return self.head(x) if self.kind in CODEBOOK + ('fsq',) else x
@@ -68,18 +68,20 @@ class DVAE(nn.Module):
 
   def decode(self, words, head=None, train: bool = False):
     """Words f32[B, N, D] and a lattice's header -> logits f32[B, S, V]."""
-    return self.body.draw(words + self.slots[None] if self.model.slots else words, head, train)
+    if self.model.slots and self.model.pool != 'lattice':
+      words = words + self.slots[None]
+    return self.body.draw(words, head, train)
 
   def __call__(self, ids, places):
     """All of it, for the parameters' sake."""
-    head = header(self.model, ids)
+    head = told(self.model, ids)
     found = self.encode(ids, places, head)
     return self.decode(self.words(found) if self.kind in CODEBOOK + ('fsq',) else found, head)
 
 
-def header(section, ids) -> lattice.Header | None:
+def told(section, ids) -> header.Header | None:
   """What the network of a section config.model has to be told of tokens i32[B, S], beside their codes."""
-  return lattice.header(ids) if section.pool == 'lattice' else None
+  return header.of(ids, section.distinct) if section.pool == 'lattice' else None
 
 
 def forms(config) -> tuple[jax.Array, jax.Array]:

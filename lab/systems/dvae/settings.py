@@ -3,7 +3,7 @@
 import math
 
 from lab.config import choice, flatten
-from lab.systems.dvae import anneal, config as shape, lattice, model, objectives
+from lab.systems.dvae import anneal, config as shape, model, objectives
 from lab.task import ConfigError
 
 KINDS = ('none', 'gumbel', 'st_gumbel', 'reinmax', 'vq_ema', 'fsq')
@@ -30,7 +30,7 @@ def check(config) -> None:
   for key, least in LEAST.items():
     if flat[key] < least:
       raise ConfigError(f'config.{key} = {flat[key]}: expected at least {least}')
-  for key in ('augment.translate', 'mask.most.start', 'mask.most.end'):
+  for key in ('augment.joined', 'augment.translate', 'mask.most.start', 'mask.most.end'):
     if not 0 <= flat[key] <= 1:
       raise ConfigError(f'config.{key} = {flat[key]}: expected 0 to 1')
   for key, low in (('quantizer.decay', 0.5), ('loss.marginal_decay', 0), ('model.dropout', 0)):
@@ -83,19 +83,21 @@ def _together(config) -> None:
     raise ConfigError(f'config.loss.tc = {o.tc}: with mixture = running the three parts cancel and it is always 0; '
                       'expected mixture = batch, mws or mss')
   if config.model.pool == 'lattice':
-    rows, columns = lattice.sides(config.model.latents)
     if config.data.layout != 'projected':
       raise ConfigError(f"config.model.pool = 'lattice': a lattice lies on the layout projected, which "
                         f'data.layout = {config.data.layout} is not; expected perceiver or chain')
-    if rows > config.data.side:
-      raise ConfigError(f'config.model.latents = {config.model.latents}: a lattice of {rows} x {columns} places; '
-                        f'expected no more than data.side = {config.data.side} a side')
+    if config.model.latents > config.data.side ** 2:
+      raise ConfigError(f'config.model.latents = {config.model.latents}: a lattice has no more than a latent a cell; '
+                        f'expected at most data.side x data.side = {config.data.side ** 2}')
   if not o.pad_weight and (config.model.pool != 'lattice' or config.augment.on and config.augment.translate):
     raise ConfigError('config.loss.pad_weight = 0.0: nothing would teach where a grid ends; expected more than 0, but '
                       'with model.pool = lattice and augment.translate = 0')
   if config.data.layout == 'sequence' and config.augment.translate:
     raise ConfigError(f'config.augment.translate = {config.augment.translate}: the layout sequence has no room around '
                       'a grid; expected 0')
+  if config.augment.joined and config.augment.translate:
+    raise ConfigError(f'config.augment.joined = {config.augment.joined}: grids are joined at the top left; expected 0 '
+                      f'with augment.translate = {config.augment.translate}')
   if config.model.attention == 'flash' and (config.model.pool == 'chain' or config.model.dtype == 'float32'):
     raise ConfigError("config.model.attention = 'flash': it takes neither float32 nor the single wide head of pool = "
                       'chain; expected auto or plain')
@@ -115,8 +117,10 @@ def _unread(config) -> None:
       (['loss.relu', 'loss.mixture'], parts, 'the weights of mi, tc and dwkl are 0'),
       (['loss.marginal_decay'], o.mixture == 'running', f'loss.mixture = {o.mixture}'),
       ([k for k in flat if k.startswith('loss.beta.')], parts or o.kl, 'the weights of kl, mi, tc and dwkl are 0'),
+      (['model.distinct'], config.model.pool == 'lattice', f'model.pool = {config.model.pool}'),
       (['model.pool_layers'], config.model.pool == 'perceiver', f'model.pool = {config.model.pool}'),
-      (['augment.colours', 'augment.symmetries', 'augment.translate'], config.augment.on, 'augment.on is False')):
+      ([f'augment.{k}' for k in ('colours', 'symmetries', 'joined', 'translate')], config.augment.on,
+       'augment.on is False')):
     for key in keys if not read else ():
       if flat[key] != default[key]:
         raise ConfigError(f'config.{key} = {flat[key]!r}: nothing reads it, for {why}; expected {default[key]!r}')

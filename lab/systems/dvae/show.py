@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from lab.systems.dvae import canvas, lattice, monitors, pictures
+from lab.systems.dvae import canvas, header, lattice, monitors, pictures
 
 
 def records(config, outputs, batch):
@@ -27,7 +27,9 @@ def _header(found, i):
   """What a lattice's codes need beside them, as `decode` takes it."""
   if 'extents' not in found:
     return {}
-  return {'size': [int(n) for n in found['extents'][i]], 'colours': [int(c) for c in found['colours'][i]]}
+  size = [int(n) for n in found['extents'][i]]
+  alike = {k: [int(n) for n in found[k][i][:length]] for k, length in zip(('rows', 'columns'), size) if k in found}
+  return {'size': size, 'colours': [int(c) for c in found['colours'][i]], **alike}
 
 
 def _judged(outputs, batch, i, codes, layout):
@@ -44,8 +46,8 @@ def _judged(outputs, batch, i, codes, layout):
 
 def score(config, found):
   """Scores of the records of a whole split; see monitors.py."""
-  header = lattice.header_bits(config.data.side) if config.model.pool == 'lattice' else 0.0
-  return monitors.score(found, config.model.codes, header_bits=header)
+  told = header.bits(config.data.side, config.model.distinct) if config.model.pool == 'lattice' else 0.0
+  return monitors.score(found, config.model.codes, header_bits=told)
 
 
 def _drawn(tokens, layout):
@@ -54,10 +56,18 @@ def _drawn(tokens, layout):
   return np.asarray(tokens).reshape(side, side) if layout == 'projected' else canvas.grid_of(tokens, layout)
 
 
+def _columns(config, found, i):
+  """Of a map of codes: as many as there are blocks beside each other in a lattice."""
+  if 'extents' not in found:
+    return 0
+  told = _header(found, i)
+  size = [1 + max(told[k]) for k in ('rows', 'columns')] if 'rows' in told else told['size']
+  return int(lattice.divisions(config.model.latents, config.data.side)[tuple(size)][1])
+
+
 def picture(config, outputs, batch):
   """name -> u8[H, W, 3]: grid, codes and rebuilt grid side by side; or the grids from one to another."""
   layout, found, m = config.data.layout, {}, config.model
-  columns = lattice.sides(m.latents)[1] if m.pool == 'lattice' else 0
   for i in range(len(batch['mask'])):
     if 'between' in outputs:
       found[f'{i:06d}'] = pictures.strip([canvas.grid_of(x, layout) for x in outputs['between'][i]])
@@ -65,5 +75,6 @@ def picture(config, outputs, batch):
     codes = outputs['codes'][i] if 'codes' in outputs else batch['codes'][i] if 'codes' in batch else None
     rebuilt = _drawn(outputs['cells'][i], layout)
     truth = _drawn(outputs['tokens'][i], layout) if 'tokens' in outputs else rebuilt
-    found[f'{i:06d}'] = pictures.panel(truth, codes, rebuilt, count=m.codes, columns=columns)
+    found[f'{i:06d}'] = pictures.panel(truth, codes, rebuilt, count=m.codes,
+                                          columns=_columns(config, outputs if 'tokens' in outputs else batch, i))
   return found

@@ -8,7 +8,7 @@ from data_pipelines import arc, grid_inputs
 from jax.sharding import PartitionSpec as P
 
 from lab.nn import losses
-from lab.systems.dvae import anneal, bottleneck, canvas, lattice, model, objectives, quantizers, settings, show
+from lab.systems.dvae import anneal, bottleneck, canvas, header, model, objectives, quantizers, settings, show
 from lab.systems.dvae.settings import PARTS, TEMPERED
 from lab.task import Task
 
@@ -25,7 +25,7 @@ def make_task(config) -> Task:
 
   def encode(params, grid, size):
     ids, places = canvas.tokens(grid, size, config.data.layout)
-    head = model.header(config.model, ids)
+    head = model.told(config.model, ids)
     return ids, head, net.apply({'params': params}, ids, places, head, method='encode')
 
   def loss(params, stats, batch, key, step):
@@ -33,7 +33,7 @@ def make_task(config) -> Task:
     if config.augment.on:
       grid, size = canvas.augmented(grid, size, number, config.augment)
     ids, places = canvas.tokens(grid, size, config.data.layout)
-    head, most, drop = model.header(config.model, ids), anneal.value(config.mask.most, step), {'dropout': key}
+    head, most, drop = model.told(config.model, ids), anneal.value(config.mask.most, step), {'dropout': key}
     seen = canvas.hidden(ids, number, most)
     found = net.apply({'params': params}, seen, places, head, True, method='encode', rngs=drop)
     start, renew = jax.random.split(key)
@@ -65,7 +65,7 @@ def make_task(config) -> Task:
               inputs=lambda path, output, stop: grid_inputs.grids(
                   path, output, stop, side=config.data.side, verb=config.predict.verb,
                   codes=(config.model.latents, config.model.codes),
-                  header=config.model.pool == 'lattice'))
+                  header=config.model.pool == 'lattice', distinct=config.model.distinct))
 
 
 def predict(config, net, encode, params, stats, batch, key):
@@ -73,20 +73,20 @@ def predict(config, net, encode, params, stats, batch, key):
   del key
   decode = lambda words, head: net.apply({'params': params}, words, head, method='decode').argmax(-1).astype(jnp.uint8)
   if 'codes' in batch:
-    told = lattice.Header(batch['extents'], batch['colours']) if 'extents' in batch else None
+    told = header.Header(*(batch.get(k) for k in header.Header._fields)) if 'extents' in batch else None
     return {'cells': decode(bottleneck.of_codes(net, config, params, stats, batch['codes']), told)}
   ids, head, found = encode(params, batch['grid'], batch['size'])
   passage = bottleneck.hard(net, config, params, stats, found)
   codes = {} if passage.codes is None else {'codes': passage.codes}
   if 'other' not in batch:
-    told = {} if head is None else head._asdict()
+    told = {} if head is None else {k: v for k, v in head._asdict().items() if v is not None}
     return {**codes, **told, 'cells': decode(passage.words, head), 'tokens': ids.astype(jnp.uint8)}
   _, other, found = encode(params, batch['other'], batch['other_size'])
   end = bottleneck.hard(net, config, params, stats, found)
 
   def between(share):
     return decode(passage.words * (1 - share) + end.words * share,
-                  None if head is None else lattice.between(head, other, share))
+                  None if head is None else header.between(head, other, share))
   return {**codes, 'between': jax.vmap(between, 0, 1)(jnp.linspace(0, 1, config.predict.steps))}
 
 

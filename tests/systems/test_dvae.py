@@ -1,5 +1,6 @@
 """dVAE: tokens and their canvas, what anneals, the networks' sizes, settings, training and prediction."""
 
+import collections
 import contextlib
 import json
 import os
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from configs import dvae
 from data_pipelines import arc
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lab import main, metrics, optim, schedules, sharding, train
 from lab.checkpoint import Checkpoints, split
 from lab.metrics import objective
@@ -86,27 +88,41 @@ def test_training_permutes_colours_and_moves_grids():
   np.testing.assert_array_equal(run(grid[:3], size[:3], number[5:8])[0], grids[5:8])
 
 
+def beside(first, second, cut, side):
+  """The first `cut` columns of one grid and those of another, as many as fit, of the rows that both have."""
+  height = min(len(first), len(second))
+  return np.concatenate([first[:height, :cut], second[:height]], 1)[:, :side]
+
+
 def test_joined_grids_are_the_first_columns_of_one_and_those_of_the_next_or_rows():
   number = np.stack([np.full(600, 3), np.arange(600)], 1).astype(np.uint32)
-  first, second = np.full((3, 4), 1, np.uint8), np.full((2, 3), 2, np.uint8)
-  parts = [on_canvas(first, 5), on_canvas(second, 5)]
+  first, second = np.arange(12).reshape(3, 4) % 7, 7 + np.arange(6).reshape(2, 3) % 3
+  parts = [on_canvas(x.astype(np.uint8), 5) for x in (first, second)]
   grid, size = (jnp.tile(jnp.concatenate(x), (300, *[1] * (x[0].ndim - 1))) for x in zip(*parts))
   options = ConfigDict({'colours': False, 'symmetries': False, 'joined': 0.5, 'translate': 0.0})
   grids, sizes = map(np.asarray, jax.jit(lambda *x: canvas.augmented(*x, options))(grid, size, number))
-  shapes = {}
-  for i, (cells, (h, w)) in enumerate(zip(grids, sizes)):
-    inside = cells[:h, :w]
-    assert (inside != canvas.OUTSIDE).all() and (np.delete(cells.ravel(), (np.arange(h)[:, None] * 5 + np.arange(w))
-                                                           .ravel()) == canvas.OUTSIDE).all()
-    own, other = (1, 2) if i % 2 == 0 else (2, 1)
-    kept = inside.T if (inside[:, 0] == own).sum() < h else inside           # columns: all rows begin with its own
-    cut = int((kept[0] == own).sum())
-    assert cut >= 1 and (kept[:, :cut] == own).all() and (kept[:, cut:] == other).all()
-    if (inside != own).any():
-      shapes.setdefault(i % 2, set()).add((h, w, cut))
-  assert 200 < (sizes[:, 0] * sizes[:, 1] != np.tile([12, 6], 300)).sum() < 400
-  # beside: rows of the lower one, columns of both up to the side; below: likewise
-  assert shapes[0] == {(2, 3 + c if c < 3 else 5, c) for c in (1, 2, 3, 4)} | {(2 + c, 3, c) for c in (1, 2, 3)}
+  for start, (one, other) in enumerate(((first, second), (second, first))):
+    made = {('beside', cut): beside(one, other, cut, 5) for cut in range(1, one.shape[1] + 1)}
+    made |= {('below', cut): beside(one.T, other.T, cut, 5).T for cut in range(1, one.shape[0] + 1)}
+    seen = collections.Counter()
+    for cells, (height, width) in zip(grids[start::2], sizes[start::2]):
+      inside = cells[:height, :width]
+      found = [k for k, wanted in {**made, 'apart': one}.items() if np.array_equal(inside, wanted)]
+      assert len(found) == 1 and (cells != canvas.OUTSIDE).sum() == height * width
+      seen[found[0]] += 1
+    assert seen.keys() == {*made, 'apart'} and abs(seen['apart'] - 150) < 5 * 75**.5
+
+
+def test_joining_is_the_same_on_eight_devices():
+  rng = np.random.default_rng(0)
+  grid, size = (np.concatenate(x) for x in zip(*(on_canvas(rng.integers(0, 10, shape).astype(np.uint8), 6)
+                                                 for shape in rng.integers(1, 7, (16, 2)))))
+  number = np.stack([np.full(16, 7), np.arange(16)], 1).astype(np.uint32)
+  options = ConfigDict({'colours': True, 'symmetries': True, 'joined': 0.8, 'translate': 0.0})
+  run = jax.jit(lambda *x: canvas.augmented(*x, options))
+  spread = NamedSharding(Mesh(np.array(jax.devices()), ('data',)), PartitionSpec('data'))
+  jax.tree.map(np.testing.assert_array_equal, run(*jax.device_put((grid, size, number), spread)),
+               run(grid, size, number))
 
 
 def test_hidden_tokens_are_a_share_of_the_grid_and_never_padding():

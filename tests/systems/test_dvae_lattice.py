@@ -1,12 +1,14 @@
 """The lattice of a dVAE: every cell has one place, a header tells sizes and colours, and the rest is learnt."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from configs import dvae
-from lab import optim, sharding
-from lab.systems.dvae import canvas, header, lattice, model, settings, task
+from lab import main, optim, sharding, train
+from lab.systems.dvae import canvas, header, lattice, model, settings, show, task
 from lab.task import ConfigError, TrainState
 from tests.systems.test_dvae import batch, on_canvas
 
@@ -19,7 +21,7 @@ def small(**values):
 
 
 @pytest.mark.parametrize('latents, side', [(1, 6), (5, 7), (12, 32), (17, 9), (119, 32), (256, 12)])
-def test_a_grid_is_cut_into_as_many_blocks_as_there_are_latents_or_cells(latents, side):
+def test_a_grid_is_cut_into_no_more_blocks_than_latents_and_none_is_too_long(latents, side):
   found, most = lattice.divisions(latents, side), lattice.longest(latents, side)
   for height in range(1, side + 1):
     for width in range(1, side + 1):
@@ -36,7 +38,10 @@ def test_of_all_divisions_the_least_crowded_is_taken():
   for height, width in ((5, 7), (7, 7), (1, 7), (3, 6), (7, 2)):
     options = {(a, b): crowd(height, a) * crowd(width, b) for a in range(1, height + 1) for b in range(1, width + 1)
                if a * b <= 6 and -(-height // a) <= 4 and -(-width // b) <= 4}
-    assert options[tuple(lattice.divisions(6, 7)[height, width].tolist())] == min(options.values())
+    found = tuple(lattice.divisions(6, 7)[height, width].tolist())
+    assert options[found] == min(options.values())
+    slant = lambda parts: abs(np.log(height / parts[0] * parts[1] / width))
+    assert slant(found) == pytest.approx(min(slant(k) for k, cost in options.items() if cost == options[found]))
 
 
 @pytest.mark.parametrize('distinct', [False, True])
@@ -195,6 +200,7 @@ def test_rows_that_are_alike_are_told_once():
   np.testing.assert_array_equal(cells[:, 0], cells[:, 1])
   assert (cells[0] != cells[2]).any()
 
+
 @pytest.mark.parametrize('values', [{}, {'model.distinct': True, 'augment.joined': 0.5},
                                     {'augment.translate': 0.5, 'mask.most.start': .5, 'mask.most.end': .5}])
 def test_every_parameter_learns(values):
@@ -268,7 +274,40 @@ def test_what_does_not_go_with_a_lattice_is_refused():
   for values, said in (({'model.latents': 17}, 'at most data.side x data.side = 16'),
                        ({'model.pool': 'perceiver', 'loss.pad_weight': 1.0, 'model.distinct': True}, 'nothing reads'),
                        ({'augment.joined': 0.5, 'augment.translate': 0.5}, 'joined at the top left'),
+                       ({'augment.joined': 0.5, 'input.batch_size': 1}, 'input.batch_size'),
+                       ({'augment.joined': 0.5, 'optim.accumulate': 2}, 'optim.accumulate'),
                        ({'augment.joined': 1.5}, 'expected 0 to 1')):
     config = small(**{'model.pool_layers': 2, **values})
     with pytest.raises(ConfigError, match=said):
       settings.check(config)
+
+
+@pytest.mark.parametrize('latents', [5, 262])
+def test_a_map_of_codes_has_the_shape_of_the_blocks_unless_it_were_a_strip(latents):
+  config = small(**{'model.latents': latents, 'model.distinct': True, 'data.side': 20})
+  grids = [np.zeros((20, 20), np.uint8), np.arange(9, dtype=np.uint8).reshape(3, 3), np.arange(8, dtype=np.uint8)[None]]
+  ids = jnp.concatenate([canvas.tokens(*on_canvas(g, 20), 'projected')[0] for g in grids])
+  head = header.of(ids, True)
+  outputs = {'tokens': np.asarray(ids, np.uint8), 'cells': np.asarray(ids, np.uint8),
+             'codes': np.zeros((3, latents), np.int32), **{k: np.asarray(v) for k, v in head._asdict().items()}}
+  drawn = show.picture(config, outputs, {'mask': np.ones(3, np.float32)})
+  assert len(drawn) == 3 and all(x.dtype == np.uint8 and x.shape[0] == 240 for x in drawn.values())
+  columns = [show._columns(config, outputs, i) for i in range(3)]
+  assert columns == ([1, 2, 5] if latents == 5 else [0, 0, 8])
+
+
+def test_predictions_hold_what_decoding_needs(tmp_path):
+  config = small(**{'model.distinct': True, 'input.batch_size': 8, 'augment.joined': 0.5, 'total_steps': 2,
+                    'checkpoint.steps': 0, 'eval_steps': 0})
+  train.run(task.make_task(config), config, str(tmp_path / 'run'))
+
+  def predicted(content, *options):
+    (tmp_path / 'in.json').write_text(json.dumps(content))
+    code = main.main(['main', f'--workdir={tmp_path / "run"}', '--mode=predict', f'--input={tmp_path / "in.json"}',
+                      f'--output={tmp_path / "out"}', '--step=latest', '--config=', *options])
+    return code, [json.loads(x) for x in (tmp_path / 'out' / 'predictions.jsonl').read_text().splitlines()]
+  code, (record,) = predicted([[7, 2, 7], [7, 2, 7], [1, 2, 1]])
+  assert code == 0 and record['rows'] == [0, 0, 1] and record['columns'] == [0, 1, 0] and record['size'] == [3, 3]
+  code, (again,) = predicted({k: record[k] for k in ('codes', 'size', 'colours', 'rows', 'columns')},
+                             '--config.predict.verb=decode')
+  assert code == 0 and again['grid'] == record['grid'] and again['rows'] == record['rows']

@@ -113,7 +113,11 @@ def _augment(grid, size, key, options):
 
 
 def _joined(grid, size, other, other_size, key, chance):
-  """With this chance the first columns of a grid, how many being drawn, and beside them those of another; or rows."""
+  """With this chance the first columns of a grid u8[M, M], and beside them those of another; or rows, and below.
+
+  How many is drawn from the canvas, so small grids stay whole mostly. Of both as many rows are kept as the lower one
+  has. Returns the grid and its size i32[2].
+  """
   side = len(grid)
   which, axis, where = jax.random.split(key, 3)
   below = jax.random.bernoulli(axis)

@@ -20,7 +20,7 @@ def get_config() -> ConfigDict:
       'on': True,
       'colours': True,           # any permutation of the ten
       'symmetries': True,        # one of the square's eight
-      'joined': 0.0,             # chance that a grid has the next one of its batch beside or below it, as far as fits
+      'joined': 0.0,             # chance that a grid is cut and has the next one of its batch beside or below it
       'translate': 0.0,          # chance that a grid lies anywhere on the canvas, not at its top left
   })
   _network(config)

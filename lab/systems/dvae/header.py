@@ -33,7 +33,7 @@ def of(ids: jax.Array, distinct: bool) -> Header:
 
 
 def _numbers(rows):
-  """i32[B, M, M] -> i32[B, M], which of the different rows each is; those outside of the grid come last."""
+  """i32[B, M, M] -> i32[B, M], which of the different rows each is; those outside of the grid are one."""
   first = (rows[:, :, None] == rows[:, None]).all(-1).argmax(-1)
   new = jnp.cumsum(first == jnp.arange(rows.shape[1])[None], 1) - 1
   return jnp.take_along_axis(new, first, 1).astype(jnp.int32)

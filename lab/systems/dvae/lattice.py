@@ -1,9 +1,9 @@
 """Encoder and decoder in which each latent has its own share of the grid: no pool has to be learnt.
 
-A grid is cut into blocks of neighbouring rows and columns, as many as there are latents if it has so many cells, as
-equal as can be, and each latent has a block. What the network sees of a cell is the rank of its colour, 0 for the one
-that the grid has most of; and with `model.distinct` it sees each of the grid's rows and columns once, however often it
-occurs. What is lost so is in a header (see header.py), which is told beside the codes.
+A grid is cut into blocks of neighbouring rows and columns, as equal as can be and no more of them than there are
+latents, and each latent has a block, but for those that are left over. What the network sees of a cell is the rank of
+its colour, 0 for the one that the grid has most of; and with `model.distinct` it sees each of the grid's rows and
+columns once, however often it occurs. What is lost so is in a header (see header.py), told beside the codes.
 
 Shapes: B grids on a canvas of M x M cells, S = M^2 tokens, N latents, P rows or columns at most of a block, D width, V
 words of the vocabulary.
@@ -48,7 +48,8 @@ def divisions(latents: int, side: int) -> np.ndarray:
   for height in range(1, side + 1):
     for width in range(1, side + 1):
       cost = np.where(rows * columns <= latents, crowd[height][:, None] * crowd[width][None], np.inf)
-      slant = np.abs(np.log(height / np.maximum(rows, 1) * np.maximum(columns, 1) / width))
+      one, other = height * columns, width * rows          # a block's sides, both times rows x columns
+      slant = np.maximum(one, other) / np.maximum(np.minimum(one, other), 1)
       best = np.lexsort((slant.ravel(), cost.ravel()))[0]
       found[height, width] = np.unravel_index(best, cost.shape)
   return found
@@ -72,11 +73,11 @@ class Lattice(nn.Module):
     held = self.most ** 2
     self.tokens = self.param('tokens', start, (held, canvas.VOCABULARY, m.width), jnp.float32)
     if m.absolute:
-      self.places = self.param('places', start, (2, self.side, m.width), jnp.float32)
+      self.places = self.param('places', start, (2, self.side + 1, m.width), jnp.float32)
     self.extents = self.param('extents', start, (2 + 2 * m.distinct, self.side + 1, m.width), jnp.float32)
     if m.slots:
       # as large as the words of a codebook: otherwise the decoder can't tell one latent from another for a long time
-      self.slots = self.param('slots', nn.initializers.normal(0.7), (2, self.side, m.width), jnp.float32)
+      self.slots = self.param('slots', nn.initializers.normal(0.7), (2, self.side + 1, m.width), jnp.float32)
     self.encoder, self.decoder = Transformer(self.shape), Transformer(self.shape)
     self.readout = nn.Dense(held * canvas.VOCABULARY, use_bias=False, kernel_init=start, dtype=self.shape.dtype)
 
@@ -130,7 +131,7 @@ class Lattice(nn.Module):
     return tuple(jnp.minimum(bounds(n, size, parts), size).astype(jnp.int32) for n in (place, place + 1))
 
   def _by_place(self, tables, at):
-    return sum(lookup(tables[axis], jnp.minimum(at[..., axis], self.side - 1)) for axis in (0, 1))
+    return sum(lookup(tables[axis], at[..., axis]) for axis in (0, 1))
 
   def _size(self, head, size):
     sizes = jnp.concatenate([head.extents, size], 1) if self.model.distinct else head.extents

@@ -42,7 +42,8 @@ class DVAE(nn.Module):
       self.body = lattice.Lattice(self.shape, m, self.side)
     else:
       self.body = Pooled(self.shape, m, self.side, self.layout)
-    if m.slots and m.pool != 'lattice':
+    self.numbered = m.slots and m.pool != 'lattice'         # which tells its latents apart itself, by where they lie
+    if self.numbered:
       # as large as the words of a codebook: otherwise the decoder can't tell one latent from another for a long time
       self.slots = self.param('slots', nn.initializers.normal(1.0), (m.latents, m.width), jnp.float32)
     if self.kind in CODEBOOK:
@@ -68,7 +69,7 @@ class DVAE(nn.Module):
 
   def decode(self, words, head=None, train: bool = False):
     """Words f32[B, N, D] and a lattice's header -> logits f32[B, S, V]."""
-    if self.model.slots and self.model.pool != 'lattice':
+    if self.numbered:
       words = words + self.slots[None]
     return self.body.draw(words, head, train)
 

@@ -6,6 +6,8 @@ import numpy as np
 
 from lab.systems.dvae import canvas, header, lattice, monitors, pictures
 
+THINNEST = 6      # times as high as wide a map of codes may be
+
 
 def records(config, outputs, batch):
   """A record a grid: its codes, what they show, and, of an evaluation, what the scores are made of."""
@@ -57,12 +59,14 @@ def _drawn(tokens, layout):
 
 
 def _columns(config, found, i):
-  """Of a map of codes: as many as there are blocks beside each other in a lattice."""
+  """Of a map of codes: as many as there are blocks beside each other in a lattice; 0 where that were a strip."""
   if 'extents' not in found:
     return 0
   told = _header(found, i)
   size = [1 + max(told[k]) for k in ('rows', 'columns')] if 'rows' in told else told['size']
-  return int(lattice.divisions(config.model.latents, config.data.side)[tuple(size)][1])
+  latents = config.model.latents
+  columns = int(lattice.divisions(latents, config.data.side)[tuple(size)][1])
+  return columns if latents <= THINNEST * columns ** 2 else 0
 
 
 def picture(config, outputs, batch):
@@ -76,5 +80,5 @@ def picture(config, outputs, batch):
     rebuilt = _drawn(outputs['cells'][i], layout)
     truth = _drawn(outputs['tokens'][i], layout) if 'tokens' in outputs else rebuilt
     found[f'{i:06d}'] = pictures.panel(truth, codes, rebuilt, count=m.codes,
-                                          columns=_columns(config, outputs if 'tokens' in outputs else batch, i))
+                                       columns=_columns(config, outputs if 'tokens' in outputs else batch, i))
   return found

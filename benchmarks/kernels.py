@@ -17,15 +17,16 @@ import jax.numpy as jnp
 from absl import flags
 
 from lab import topology
-from lab.nn import kernels, losses, norms
+from lab.nn import activations, kernels, losses, norms
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_integer('calls', 20, 'Calls that are timed.', flag_values=FLAGS)
 LOGITS = (32_768, 50_304, 50_257)                                             # rows, columns, classes: GPT-2's
 NORMS = ((32_768, 768, False), (65_536, 256, True), (221_184, 128, True))     # rows, features, by root mean square
+HIDDEN = (32_768, 3_072)                                                      # rows, features
 
 
-def main(argv: list[str], logits=LOGITS, shapes=NORMS, interpret: bool = False) -> int:
+def main(argv: list[str], logits=LOGITS, shapes=NORMS, hidden=HIDDEN, interpret: bool = False) -> int:
   """Prints the table and returns the exit code; interpret: for tests, without a GPU."""
   FLAGS(argv)
   kind, gpu = jax.devices()[0].device_kind, jax.devices()[0].platform == 'gpu'
@@ -34,7 +35,8 @@ def main(argv: list[str], logits=LOGITS, shapes=NORMS, interpret: bool = False) 
     print(f'error: {kind}: expected an NVIDIA GPU of lab/topology.py', file=sys.stderr)
     return 2
   print(f'{kind}, jax {jax.__version__}\n{"":<40} {"plain":>8} {"kernel":>8} {"least":>8} difference')
-  for name, plain, kernel, args in (*of_labels(*logits), *(row for shape in shapes for row in of_norms(*shape))):
+  for name, plain, kernel, args in (*of_labels(*logits), *(row for shape in shapes for row in of_norms(*shape)),
+                                    of_activation(*hidden)):
     slow, wanted = timed(plain, args)
     fast, got = timed(functools.partial(kernel, interpret=interpret), args)
     moved = sum(a.nbytes for a in jax.tree.leaves((args, wanted)))
@@ -57,20 +59,31 @@ def of_labels(rows: int, columns: int, classes: int):
 
 
 def of_norms(rows: int, width: int, rms: bool):
-  """(name, plain, kernel, arguments) of sum and norm, and of their gradient."""
+  """(name, plain, kernel, arguments) of sum and norm, LayerNorm's with a bias before it, and of their gradient."""
   x, onward = (jax.random.normal(jax.random.key(i), (rows, width)) for i in (0, 1))
   y, slope = (jax.random.normal(jax.random.key(i), (rows, width)).astype(jnp.bfloat16) for i in (2, 3))
-  scale, bias = (jax.random.normal(jax.random.key(i), (width,)) for i in (4, 5))
+  scale, bias, shift = (jax.random.normal(jax.random.key(i), (width,)) for i in (4, 5, 6))
+  vectors = (scale, bias) if rms else (shift, scale, bias)
   options, name = {'eps': 1e-5, 'rms': rms, 'post': False}, 'RMSNorm' if rms else 'LayerNorm'
   both = lambda f, *args, **more: [r for r in f(*args, **options, **more) if r is not None]
 
   def gradient(*args, **more):
-    *slopes, to_scale, to_bias = kernels.add_norm_gradient(*args, **options, **more)
-    return *slopes, to_scale.sum(0), to_bias.sum(0)
+    to_x, to_y, *shares = kernels.add_norm_gradient(*args, shifted=not rms, **options, **more)
+    return to_x, to_y, *(s.sum(0) for s in shares)
   yield (f'sum and {name} {rows} x {width}', functools.partial(both, norms._plain),
-         functools.partial(both, kernels.add_norm), (x, y, scale, bias))
-  yield (f'gradient of sum and {name} {rows} x {width}', functools.partial(both, norms._plain_gradient), gradient,
-         (x, onward, slope, scale))
+         functools.partial(both, kernels.add_norm), (x, y, *vectors))
+  plain = functools.partial(both, norms._plain_gradient, shifted=not rms)
+  yield f'gradient of sum and {name} {rows} x {width}', plain, gradient, (x, onward, slope, scale)
+
+
+def of_activation(rows: int, width: int):
+  """(name, plain, kernel, arguments) of the gradient of gelu_tanh and of the bias before it."""
+  x, slope = (jax.random.normal(jax.random.key(i), (rows, width)).astype(jnp.bfloat16) for i in (0, 1))
+
+  def gradient(*args, **more):
+    to_x, shares = kernels.gelu_gradient(*args, **more)
+    return to_x, shares.sum(0)
+  return f'gradient of GELU {rows} x {width}', activations._plain_gradient, gradient, (x, slope)
 
 
 def timed(f, args):

@@ -10,8 +10,9 @@ import pytest
 from jax.experimental import pallas
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from lab.nn import kernels, losses, norms
+from lab.nn import activations, kernels, losses, norms
 from lab.nn.transformer import Shape, Transformer
+from tests.test_transformer import noisy
 
 ROWS = 8
 SIZES = {'less than a tile': 700, 'tiles alone': 8192, 'tiles and a rest': 8990}     # of 9000 columns
@@ -24,13 +25,13 @@ def draw(seed, *shape):
 
 @pytest.fixture
 def gpu(monkeypatch):
-  """Chooses as for a GPU, and runs the kernels here; the list says for how many rows."""
+  """Chooses as for a GPU, and runs the kernels here; the list says which, for how many rows."""
   called, call = [], pallas.pallas_call
   monkeypatch.setattr(jax.lax, 'platform_dependent', lambda *args, cuda, default: cuda(*args))
 
   def run(*args, interpret, **options):
     made = call(*args, interpret=True, **options)
-    return lambda *arrays: called.append(arrays[0].shape[0]) or made(*arrays)
+    return lambda *arrays: called.append((options['name'], arrays[0].shape[0])) or made(*arrays)
   monkeypatch.setattr(kernels.pl, 'pallas_call', run)
   return called
 
@@ -100,7 +101,7 @@ def test_a_loss_by_kernels_on_eight_devices(gpu):
   loss = lambda states, matrix: losses.projected(states, matrix, None, labels, 600)[0].sum()
   with jax.set_mesh(mesh(2, 4, 1)):
     got = jax.jit(jax.value_and_grad(loss, (0, 1)))(states, matrix)
-  assert set(gpu) == {6}
+  assert set(gpu) == {('label_statistics', 6), ('label_gradient', 6)}
   gpu.clear()
   with jax.set_mesh(mesh(2, 2, 2)):            # the vocabulary may be split
     wanted = jax.jit(jax.value_and_grad(loss, (0, 1)))(states, matrix)
@@ -112,9 +113,9 @@ def test_a_loss_by_kernels_on_eight_devices(gpu):
 # -- norms
 
 
-def norm_truth(x, y, onward, slope, scale, bias, eps, rms, post):
-  """float64: the sum, its norm, and the gradients of x, scale and bias."""
-  x = x + y
+def norm_truth(x, y, onward, slope, shift, scale, bias, eps, rms, post):
+  """float64: the sum, its norm, and the gradients of x, shift, scale and bias."""
+  x = x + (y + shift)
   middle = 0 if rms else x.mean(-1, keepdims=True)
   deviation = 1 / np.sqrt(np.square(x - middle).mean(-1, keepdims=True) + eps)
   unit = (x - middle) * deviation
@@ -122,19 +123,24 @@ def norm_truth(x, y, onward, slope, scale, bias, eps, rms, post):
   steep = slope * scale
   to_x = (steep - unit * (steep * unit).mean(-1, keepdims=True) - (0 if rms else steep.mean(-1, keepdims=True)))
   to_x = to_x * deviation + (0 if post else onward)
-  return x, unit * scale + bias, to_x, (slope * unit).sum((0, 1)), slope.sum((0, 1))
+  return x, unit * scale + bias, to_x, to_x.sum((0, 1)), (slope * unit).sum((0, 1)), slope.sum((0, 1))
 
 
+@pytest.mark.parametrize('shifted', [False, True], ids=['', 'shifted'])
 @pytest.mark.parametrize('post', [False, True], ids=['pre', 'post'])
 @pytest.mark.parametrize('rms', [False, True], ids=['LayerNorm', 'RMSNorm'])
 @pytest.mark.parametrize('width, dtype', [(40, 'float32'), (768, 'bfloat16'), (4096, 'float32')])
-def test_sum_and_norm_and_their_gradients_are_those_of_float64(monkeypatch, width, dtype, rms, post):
+def test_sum_and_norm_and_their_gradients_are_those_of_float64(monkeypatch, width, dtype, rms, post, shifted):
   monkeypatch.setattr(kernels, 'PROGRAMS', 2)        # each has several tiles
   shape, options = (3, 7, width), {'eps': 0.0 if width == 40 else 1e-5, 'rms': rms, 'post': post}
   x, y, onward, slope = (jnp.asarray(draw(i, *shape) + (i == 0), jnp.float32) for i in range(4))
   y, slope = y.astype(dtype), slope.astype(dtype)
-  scale, bias = (jnp.asarray(draw(i, width), jnp.float32) for i in (4, 5))
-  total, norm, *slopes = norm_truth(*(np.asarray(a, np.float64) for a in (x, y, onward, slope, scale, bias)), **options)
+  scale, bias, shift = (jnp.asarray(draw(i, width), jnp.float32) for i in (4, 5, 6))
+  shift = shift if shifted else jnp.zeros(width)
+  total, norm, *slopes = norm_truth(
+      *(np.asarray(a, np.float64) for a in (x, y, onward, slope, shift, scale, bias)), **options)
+  slopes = slopes if shifted else [slopes[0], *slopes[2:]]
+  vectors = (shift, scale, bias) if shifted else (scale, bias)
   close = functools.partial(np.testing.assert_allclose, rtol=3e-5, atol=3e-5)
   rough = close if dtype == 'float32' else lambda a, b: close(np.asarray(a, np.float64), b, rtol=2**-8, atol=2**-8)
 
@@ -143,36 +149,38 @@ def test_sum_and_norm_and_their_gradients_are_those_of_float64(monkeypatch, widt
     rough(branch, norm)
     if post:
       close(stream, norm)
-    to_x, to_y, to_scale, to_bias = gradients
+    to_x, to_y, *to_vectors = gradients
     assert branch.dtype == to_y.dtype == dtype and to_x.dtype == jnp.float32
-    for got, want in zip((to_x, to_scale, to_bias), slopes, strict=True):
+    for got, want in zip((to_x, *to_vectors), slopes, strict=True):
       close(got, want, atol=1e-4)
     rough(to_y, slopes[0])
 
-  made, stream, branch = kernels.add_norm(x, y, scale, bias, **options, interpret=True)
+  made, stream, branch = kernels.add_norm(x, y, *vectors, **options, interpret=True)
   assert (stream is None) == (not post)
-  to_x, to_y, *shares = kernels.add_norm_gradient(made, onward, slope, scale, **options, interpret=True)
-  assert [s.shape for s in shares] == [(1 if width == 40 else 2, width)] * 2
+  to_x, to_y, *shares = kernels.add_norm_gradient(made, onward, slope, scale, **options, shifted=shifted,
+                                                    interpret=True)
+  assert [s.shape for s in shares] == [(1 if width == 40 else 2, width)] * len(vectors)
   check(made, stream, branch, (to_x, to_y, *(s.sum(0) for s in shares)))
   # and what other devices run
-  (stream, branch), pull = jax.vjp(lambda *args: norms.add_norm(*args, *options.values()), x, y, scale, bias)
-  check(x + y.astype(jnp.float32) if post else stream, stream, branch, pull((onward, slope)))
+  (stream, branch), pull = jax.vjp(lambda x, y, *vectors: norms.add_norm(
+      x, y, *(vectors if shifted else (None, *vectors)), *options.values()), x, y, *vectors)
+  check(x + (y.astype(jnp.float32) + shift[None, None]) if post else stream, stream, branch, pull((onward, slope)))
 
 
 @pytest.mark.parametrize('remat', [False, True])
 @pytest.mark.parametrize('norm', ['pre', 'post'])
 def test_a_transformer_by_kernels_on_eight_devices_is_that_without(gpu, norm, remat):
-  shape = Shape(16, heads=2, layers=2, norm=norm, remat=remat)
+  shape = Shape(16, heads=2, layers=2, norm=norm, remat=remat, activation='gelu_tanh')
   x = jnp.asarray(draw(0, 8, 3, 16), jnp.float32)
   net = Transformer(shape)
-  params = net.init(jax.random.key(0), x[:1])
-  assert set(gpu) == {3}
+  params = noisy(net.init(jax.random.key(0), x[:1]))
+  assert set(gpu) == {('add_norm', 3)}
   gpu.clear()
   loss = lambda params, x: jnp.square(net.apply(params, x, causal=True)).sum() + net.apply(params, x)[..., 0].sum()
   step = lambda: jax.jit(jax.grad(loss, (0, 1)))
   with jax.set_mesh(mesh(2, 4, 1)):
     got = step()(params, jax.device_put(x, NamedSharding(mesh(2, 4, 1), P(('data', 'fsdp')))))
-  assert set(gpu) == {3}          # of one example, not of eight
+  assert set(gpu) == {('add_norm', 3), ('add_norm_gradient', 3), ('gelu_gradient', 3)}     # of one, not of eight
   gpu.clear()
   with jax.set_mesh(mesh(1, 1, 8)):
     wanted = step()(params, x)
@@ -184,8 +192,40 @@ def test_a_transformer_by_kernels_on_eight_devices_is_that_without(gpu, norm, re
 def test_rows_that_do_not_share_evenly_are_not_for_the_kernel(gpu):
   x, scale = jnp.asarray(draw(0, 3, 40), jnp.float32), jnp.ones(40)
   with jax.set_mesh(mesh(8, 1, 1)):
-    norms.add_norm(x, x, scale, scale, 1e-5, False, False)
+    norms.add_norm(x, x, None, scale, scale, 1e-5, False, False)
   assert not gpu
+
+
+# -- activations
+
+
+def gelu_truth(z):
+  """float64: gelu_tanh and its derivative, by the hyperbolic tangent."""
+  u, steep = np.sqrt(2 / np.pi) * (z + .044715 * z**3), np.sqrt(2 / np.pi) * (1 + 3 * .044715 * z**2)
+  return z * (1 + np.tanh(u)) / 2, (1 + np.tanh(u)) / 2 + z / 2 * (1 - np.tanh(u)**2) * steep
+
+
+@pytest.mark.parametrize('width, dtype', [(40, 'float32'), (1200, 'float32'), (1024, 'bfloat16')])
+def test_an_activation_and_its_gradients_are_those_of_float64(monkeypatch, width, dtype):
+  monkeypatch.setattr(kernels, 'PROGRAMS', 8)
+  eighths = lambda x: np.clip(np.round(8 * x), -60, 60) / 8         # whose sums are exact in bfloat16
+  x, bias = jnp.asarray(eighths(2 * draw(0, 3, 7, width)), dtype), jnp.asarray(eighths(draw(1, width)), jnp.float32)
+  slope = jnp.asarray(draw(2, 3, 7, width), dtype)
+  z = np.asarray(x, np.float64) + np.asarray(bias, np.float64)
+  value, steep = gelu_truth(z)
+  wanted = np.asarray(slope, np.float64) * steep
+  close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
+  rough = close if dtype == 'float32' else lambda a, b: close(np.asarray(a, np.float64), b, rtol=2**-8, atol=2**-8)
+  to_x, shares = kernels.gelu_gradient(x + bias.astype(dtype)[None, None], slope, interpret=True)
+  assert shares.shape == ({40: 1, 1200: 2, 1024: 4}[width], width)
+  made, pull = jax.vjp(lambda x, bias: activations.activated('gelu_tanh', [x], [bias]), x, bias)
+  rough(made, value)
+  for got_x, got_bias in ((to_x, shares.sum(0)), pull(slope)):
+    assert got_x.dtype == dtype and got_bias.dtype == jnp.float32
+    rough(got_x, wanted)
+    close(got_bias, wanted.sum((0, 1)), atol=2e-4)
+  alone, pull = jax.vjp(lambda x: activations.activated('gelu_tanh', [x], [None]), x - 3e13)      # 0, and flat
+  assert (alone == 0).all() and (pull(slope)[0] == 0).all()
 
 
 # -- the compiler
@@ -217,5 +257,11 @@ def test_kernels_of_norms_compile_for_a_gpu_as_far_as_that_goes_without_one(widt
   options = {'eps': 1e-5, 'rms': rms, 'post': post}
   wide, narrow, vector = ((4, 64, width), jnp.float32), ((4, 64, width), jnp.bfloat16), ((width,), jnp.float32)
   for f, args in ((kernels.add_norm, (wide, narrow, vector, vector)),
-                  (kernels.add_norm_gradient, (wide, wide, narrow, vector))):
+                  (kernels.add_norm, (wide, narrow, vector, vector, vector)),
+                  (functools.partial(kernels.add_norm_gradient, shifted=rms), (wide, wide, narrow, vector))):
     assert lowered(functools.partial(f, **options), *args).count('__gpu$xla.gpu.triton') == 1
+
+
+def test_the_kernel_of_an_activation_compiles_for_a_gpu_as_far_as_that_goes_without_one():
+  wide = (4, 64, 3072), jnp.bfloat16
+  assert lowered(kernels.gelu_gradient, wide, wide).count('__gpu$xla.gpu.triton') == 1

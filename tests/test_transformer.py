@@ -262,15 +262,35 @@ def test_dropout_keeps_the_mean_and_differs_by_layer():
   np.testing.assert_allclose(counts / y.size, [.25, .5, .25], atol=.02)      # deviation .0034 of 16,000
 
 
+def noisy(params):
+  """Parameters of which none is 0, biases above all."""
+  leaves, form = jax.tree.flatten(params)
+  return form.unflatten([x + .1 * jax.random.normal(jax.random.key(i), x.shape) for i, x in enumerate(leaves)])
+
+
+@pytest.mark.parametrize('change', [{}, {'norm': 'post'}, {'rope': True}, {'qk_norm': True}], ids=str)
+def test_a_bias_of_all_keys_has_no_gradient_where_it_can_have_none(monkeypatch, change):
+  shape = TINY._replace(**change)
+  params = noisy(start(shape))
+  gradient = lambda: jax.jit(jax.grad(lambda params: jnp.sum(Transformer(shape).apply(
+      {'params': params}, draw(), causal=True)**2 * draw(5))))(params)
+  got = gradient()
+  monkeypatch.setattr(jax.lax, 'stop_gradient', lambda x: x)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * max(abs(b).max(), 1)), got, gradient())
+  of_keys = got['blocks']['attention']['qkv']['bias'].reshape(shape.layers, shape.heads, 3, -1)[:, :, 1]
+  assert (of_keys == 0).all() == (change not in ({'rope': True}, {'qk_norm': True}))
+
+
+@pytest.mark.parametrize('dropout', [0.0, .2])
 @pytest.mark.parametrize('keep', transformer.KEPT)
-def test_remat_and_unrolling_change_nothing(keep):
-  shape = TINY._replace(dropout=.2, attention_dropout=.2)
+def test_remat_and_unrolling_change_nothing(keep, dropout):
+  shape = TINY._replace(dropout=dropout, attention_dropout=.2, activation='gelu_tanh')
   call = lambda shape, params: Transformer(shape).apply(
       {'params': params}, draw(), causal=True, train=True, rngs={'dropout': dropout_key(0)})
   plain, remat = (jax.jit(jax.value_and_grad(lambda params, c=c: jnp.sum(call(c, params)**2 * draw(5)[:1, :1])))(
-      start(shape)) for c in (shape, shape._replace(remat=True, remat_keep=keep)))
+      noisy(start(shape))) for c in (shape, shape._replace(remat=True, remat_keep=keep)))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * abs(a).max()), plain, remat)
-  one, two = (jax.jit(functools.partial(call, c))(start(shape)) for c in (shape, shape._replace(unroll=2)))
+  one, two = (jax.jit(functools.partial(call, c))(noisy(start(shape))) for c in (shape, shape._replace(unroll=2)))
   np.testing.assert_allclose(one, two, atol=1e-5)
 
 

@@ -21,7 +21,9 @@ LANES = 1024                 # logits that are looked at side by side; a power o
 ABREAST = 4                  # times LANES, between two looks at their maxima
 LOG2_E = math.log2(math.e)   # a GPU has powers of two
 TILE = 2048                  # numbers of a tile of rows that are normed, where a row is not wider
-PROGRAMS = 8 * 132           # that add up gradients of scale and bias, each a share of the rows: 8 a multiprocessor
+PROGRAMS = 8 * 132           # that add up gradients of scales and biases, each a share of the rows: 8 a multiprocessor
+ABEAM = 512                  # columns of a tile of GELU's gradient, which is added up over rows for the bias
+GELU_SLOPE, GELU_CUBE = math.sqrt(8 / math.pi), 0.044715
 
 
 def choose(plain: Callable, kernel: Callable, rows: tuple, shared: tuple = (), sums: int = 0):
@@ -140,63 +142,68 @@ def _label_gradient(logits, labels, total, slope, out, *, classes, columns, bloc
 # -- norms of a stream that is added to
 
 
-def add_norm(x: jax.Array, y: jax.Array, scale: jax.Array, bias: jax.Array, *, eps: float, rms: bool, post: bool,
+def add_norm(x: jax.Array, y: jax.Array, *vectors: jax.Array, eps: float, rms: bool, post: bool,
              interpret: bool = False):
-  """(x + y, its norm in float32, or None, its norm in y's dtype): x f32[N, ...D], y [N, ...D], scale and bias f32[D].
+  """(x + y, its norm in float32, or None, its norm in y's dtype): x f32[N, ...D], y [N, ...D].
 
-  The second is wanted with post alone.
+  The second is wanted with post alone. vectors: scale and bias f32[D], and before them, if there is one, a bias f32[D]
+  that is still to be added to y.
   """
   width = x.shape[-1]
   rows, tile, columns = _tiles(x)
   outs = [jnp.float32] + [jnp.float32] * post + [y.dtype]
   made = pl.pallas_call(
-      functools.partial(_add_norm, rows=rows, tile=tile, columns=columns, width=width, eps=eps, rms=rms),
+      functools.partial(_add_norm, vectors=len(vectors), rows=rows, tile=tile, columns=columns, width=width, eps=eps,
+                        rms=rms),
       [jax.ShapeDtypeStruct((rows, width), dtype) for dtype in outs], grid=(pl.cdiv(rows, tile),), interpret=interpret,
       compiler_params=triton.CompilerParams(num_warps=_warps(tile * columns)), name='add_norm')(
-          x.reshape(rows, width), y.reshape(rows, width), scale, bias)
+          x.reshape(rows, width), y.reshape(rows, width), *vectors)
   made = [m.reshape(x.shape) for m in made]
   return (made[0], made[1], made[2]) if post else (made[0], None, made[1])
 
 
-def _add_norm(x_of, y_of, scale_of, bias_of, sum_of, *norms, rows, tile, columns, width, eps, rms):
+def _add_norm(x_of, y_of, *refs, vectors, rows, tile, columns, width, eps, rms):
   place, inside = _place(pl.program_id(0), rows, tile, columns, width)
-  x = _read(x_of, place, inside) + _read(y_of, place, inside)
+  *shift, scale, bias = (_vector(v, columns, width) for v in refs[:vectors])
+  sum_of, *norms = refs[vectors:]
+  y = _read(y_of, place, inside)
+  x = _read(x_of, place, inside) + (y + shift[0][None] if shift else y)
   _write(sum_of, place, inside, x)
-  scale, bias = (_vector(v, columns, width) for v in (scale_of, bias_of))
   y = _standard(x, inside, width, eps, rms)[0] * scale[None] + bias[None]
   for norm in norms:
     _write(norm, place, inside, y)
 
 
 def add_norm_gradient(x: jax.Array, onward: jax.Array, slope: jax.Array, scale: jax.Array, *, eps: float, rms: bool,
-                      post: bool, interpret: bool = False):
-  """The gradients of add_norm: of x, of y, and of scale and bias as sums over shares of the rows.
+                      post: bool, shifted: bool, interpret: bool = False):
+  """The gradients of add_norm: of x, of y, and of its vectors as sums over shares of the rows.
 
   Args:
     x: f32[N, ...D], the sum that was normed.
     onward: f32[N, ...D], the gradient of the stream that goes on: the sum, or with post its norm.
     slope: [N, ...D], that of the norm in y's dtype.
+    shifted: whether a bias was added to y.
     scale, eps, rms, post, interpret: as of add_norm.
 
   Returns:
-    f32[N, ...D], the same in slope's dtype, f32[R, D] and f32[R, D].
+    f32[N, ...D], the same in slope's dtype, and f32[R, D] for each of the vectors, in their order.
   """
   width = x.shape[-1]
   rows, tile, columns = _tiles(x)
   programs = min(PROGRAMS, pl.cdiv(rows, tile))
   shapes = [jax.ShapeDtypeStruct((rows, width), jnp.float32), jax.ShapeDtypeStruct((rows, width), slope.dtype)]
-  sums = [jax.ShapeDtypeStruct((programs, width), jnp.float32)] * 2
-  to_x, to_y, to_scale, to_bias = pl.pallas_call(
+  sums = [jax.ShapeDtypeStruct((programs, width), jnp.float32)] * (2 + shifted)
+  to_x, to_y, *vectors = pl.pallas_call(
       functools.partial(_add_norm_gradient, rows=rows, tile=tile, columns=columns, width=width, eps=eps, rms=rms,
                         post=post, programs=programs),
       shapes + sums, grid=(programs,), interpret=interpret,
       compiler_params=triton.CompilerParams(num_warps=_warps(tile * columns), num_stages=2), name='add_norm_gradient')(
           *(a.reshape(rows, width) for a in (x, onward, slope)), scale)
-  return to_x.reshape(x.shape), to_y.reshape(x.shape), to_scale, to_bias
+  return to_x.reshape(x.shape), to_y.reshape(x.shape), *vectors
 
 
-def _add_norm_gradient(x_of, onward_of, slope_of, scale_of, to_x, to_y, to_scale, to_bias, *, rows, tile, columns,
-                       width, eps, rms, post, programs):
+def _add_norm_gradient(x_of, onward_of, slope_of, scale_of, to_x, to_y, *to_vectors, rows, tile, columns, width, eps,
+                       rms, post, programs):
   scale, first = _vector(scale_of, columns, width), pl.program_id(0)
 
   def further(i, sums):
@@ -210,12 +217,58 @@ def _add_norm_gradient(x_of, onward_of, slope_of, scale_of, to_x, to_y, to_scale
     turned = turned if post else turned + onward
     _write(to_x, place, inside, turned)
     _write(to_y, place, inside, turned)
-    return sums[0] + slope * y, sums[1] + slope
+    more = (jnp.where(inside, turned, 0.0), slope * y, slope)[-len(sums):]      # outside, eps may be all there is
+    return tuple(total + each for total, each in zip(sums, more))
 
   none = jnp.zeros((tile, columns), jnp.float32)
-  sums = jax.lax.fori_loop(0, pl.cdiv(pl.cdiv(rows, tile), programs), further, (none, none))
-  for ref, value in zip((to_scale, to_bias), sums):
+  sums = jax.lax.fori_loop(0, pl.cdiv(pl.cdiv(rows, tile), programs), further, (none,) * len(to_vectors))
+  for ref, value in zip(to_vectors, sums):
     triton.store(ref.at[first, pl.ds(0, columns)], jnp.sum(value, 0), mask=jnp.arange(columns) < width)
+
+
+# -- an activation's gradient
+
+
+def gelu_gradient(x: jax.Array, slope: jax.Array, *, interpret: bool = False):
+  """The gradient of gelu_tanh(x) (activations.py), and its sums over shares of the rows.
+
+  x and slope, the gradient of the result: [N, ...F]. Returns [N, ...F] as x is, and f32[R, F].
+  """
+  width = x.shape[-1]
+  rows, columns = math.prod(x.shape[:-1]), min(ABEAM, pl.next_power_of_2(width))
+  tile, blocks = TILE // columns, pl.cdiv(width, columns)
+  programs = max(1, min(PROGRAMS // blocks, pl.cdiv(rows, tile)))
+  to_x, shares = pl.pallas_call(
+      functools.partial(_gelu_gradient, rows=rows, tile=tile, columns=columns, width=width, programs=programs),
+      [jax.ShapeDtypeStruct((rows, width), x.dtype), jax.ShapeDtypeStruct((programs, width), jnp.float32)],
+      grid=(blocks, programs), interpret=interpret,
+      compiler_params=triton.CompilerParams(num_warps=_warps(TILE), num_stages=2), name='gelu_gradient')(
+          x.reshape(rows, width), slope.reshape(rows, width))
+  return to_x.reshape(x.shape), shares
+
+
+def _gelu_gradient(x_of, slope_of, to_x, share_of, *, rows, tile, columns, width, programs):
+  start, first = pl.program_id(0) * columns, pl.program_id(1)
+  beside = pl.ds(start, columns)
+  there = start + jnp.arange(columns) < width
+
+  def further(i, total):
+    row = (i * programs + first) * tile
+    place, inside = (pl.ds(row, tile), beside), (row + jnp.arange(tile) < rows)[:, None] & there[None]
+    slope = gelu_slope(_read(x_of, place, inside), lambda v: 1 / (1 + _exp(-v)))
+    turned = _read(slope_of, place, inside) * slope
+    _write(to_x, place, inside, turned)
+    return total + turned
+
+  total = jax.lax.fori_loop(0, pl.cdiv(pl.cdiv(rows, tile), programs), further, jnp.zeros((tile, columns), jnp.float32))
+  triton.store(share_of.at[first, beside], jnp.sum(total, 0), mask=there)
+
+
+def gelu_slope(z: jax.Array, sigmoid: Callable) -> jax.Array:
+  """The derivative of z sigmoid(a (z + b z^3)), which gelu_tanh is."""
+  chance = sigmoid(GELU_SLOPE * (z + GELU_CUBE * z * z * z))
+  # in this order it is 0 far below, not 0 times infinity
+  return chance + chance * (1 - chance) * z * GELU_SLOPE * (1 + 3 * GELU_CUBE * z * z)
 
 
 def _tiles(x) -> tuple[int, int, int]:

@@ -20,35 +20,40 @@ class AddNorm(nn.Module):
   post: bool           # the norm is what the stream goes on as
 
   @nn.compact
-  def __call__(self, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x f32[B, ...D], y [B, ...D] -> the stream that goes on f32[B, ...D], and the norm in y's dtype."""
+  def __call__(self, x: jax.Array, y: jax.Array, shift: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """x f32[B, ...D], y [B, ...D] -> the stream that goes on f32[B, ...D], and the norm in y's dtype.
+
+    shift f32[D], the bias of the product that y is, is added to y here: so its gradient is one pass less.
+    """
     width = x.shape[-1:]
     scale = self.param('scale', nn.initializers.ones_init(), width, jnp.float32)
     biased = self.use_bias and not self.rms
     bias = self.param('bias', nn.initializers.zeros_init(), width, jnp.float32) if biased else jnp.zeros(width)
-    return add_norm(x, y, scale, bias, self.eps, self.rms, self.post)
+    return add_norm(x, y, shift, scale, bias, self.eps, self.rms, self.post)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def add_norm(x, y, scale, bias, eps, rms, post):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def add_norm(x, y, shift, scale, bias, eps, rms, post):
   """What AddNorm computes, of its parameters scale and bias f32[D]."""
-  return _forward(x, y, scale, bias, eps, rms, post)[0]
+  return _forward(x, y, shift, scale, bias, eps, rms, post)[0]
 
 
-def _forward(x, y, scale, bias, eps, rms, post):
+def _forward(x, y, shift, scale, bias, eps, rms, post):
   options = {'eps': eps, 'rms': rms, 'post': post}
+  vectors = (scale, bias) if shift is None else (shift, scale, bias)
   total, stream, branch = kernels.choose(
-      functools.partial(_plain, **options), functools.partial(kernels.add_norm, **options), (x, y), (scale, bias))
-  return (stream if post else total, branch), (total, scale)
+      functools.partial(_plain, **options), functools.partial(kernels.add_norm, **options), (x, y), vectors)
+  return (stream if post else total, branch), (total, shift, scale)
 
 
 def _backward(eps, rms, post, kept, slopes):
-  options = {'eps': eps, 'rms': rms, 'post': post}
-  total, scale = kept
-  to_x, to_y, to_scale, to_bias = kernels.choose(
+  total, shift, scale = kept
+  shifted = shift is not None
+  options = {'eps': eps, 'rms': rms, 'post': post, 'shifted': shifted}
+  to_x, to_y, *vectors = kernels.choose(
       functools.partial(_plain_gradient, **options), functools.partial(kernels.add_norm_gradient, **options),
-      (total, *slopes), (scale,), sums=2)
-  return to_x, to_y, to_scale, to_bias
+      (total, *slopes), (scale,), sums=2 + shifted)
+  return to_x, to_y, *(vectors if shifted else (None, *vectors))
 
 
 add_norm.defvjp(_forward, _backward)
@@ -62,14 +67,15 @@ def _standard(x, eps, rms):
   return x * deviation, deviation
 
 
-def _plain(x, y, scale, bias, *, eps, rms, post):
-  x = x + y.astype(jnp.float32)
+def _plain(x, y, *vectors, eps, rms, post):
   lead = (None,) * (x.ndim - 1)
+  *shift, scale, bias = vectors
+  x = x + (y.astype(jnp.float32) + shift[0][lead] if shift else y.astype(jnp.float32))
   norm = _standard(x, eps, rms)[0] * scale[lead] + bias[lead]
   return x, norm if post else None, norm.astype(y.dtype)
 
 
-def _plain_gradient(x, onward, slope, scale, *, eps, rms, post):
+def _plain_gradient(x, onward, slope, scale, *, eps, rms, post, shifted):
   dtype, slope = slope.dtype, slope.astype(jnp.float32)
   slope = slope + onward if post else slope
   y, deviation = _standard(x, eps, rms)
@@ -78,4 +84,5 @@ def _plain_gradient(x, onward, slope, scale, *, eps, rms, post):
   turned = (turned if rms else turned - steep.mean(-1, keepdims=True)) * deviation
   turned = turned if post else turned + onward
   axes = tuple(range(x.ndim - 1))
-  return turned, turned.astype(dtype), (slope * y).sum(axes), slope.sum(axes)
+  vectors = (turned, slope * y, slope) if shifted else (slope * y, slope)
+  return turned, turned.astype(dtype), *(each.sum(axes) for each in vectors)

@@ -17,24 +17,11 @@ from jax.experimental import layout
 from jax.sharding import PartitionSpec as P
 
 from lab.nn import attention, target
+from lab.nn.activations import ACTIVATIONS, GATED, activated
 from lab.nn.norms import AddNorm
 from lab.nn.products import shared
 
 
-def gelu_tanh(x: jax.Array) -> jax.Array:
-  """x (1 + tanh u) / 2 = x sigmoid(2 u), u = sqrt(2 / pi) (x + .044715 x^3) (arXiv 1606.08415): quicker, on a GPU."""
-  z = x.astype(jnp.float32)
-  return (z * jax.nn.sigmoid(math.sqrt(8 / math.pi) * (z + 0.044715 * z * z * z))).astype(x.dtype)
-
-
-ACTIVATIONS = {
-    'gelu': functools.partial(nn.gelu, approximate=False),     # with the exact erf (arXiv 1606.08415)
-    'gelu_tanh': gelu_tanh,
-    'relu2': lambda x: jnp.square(nn.relu(x)),                 # So et al. 2021, arXiv 2109.08668
-    'geglu': functools.partial(nn.gelu, approximate=False),    # of the gate (Shazeer 2020, arXiv 2002.05202)
-    'swiglu': nn.silu,                                         # the same
-}
-GATED = ('geglu', 'swiglu')
 NORMS = ('pre', 'post')
 
 # of a layer that is recomputed: the results of its four products with weights, or only what goes into it
@@ -99,11 +86,11 @@ class Transformer(nn.Module):
     block = nn.remat(Block, prevent_cse=c.unroll >= c.layers, policy=KEPT[c.remat_keep]) if c.remat else Block
     blocks = nn.scan(block, variable_axes={'params': 0}, split_rngs={'params': True, 'dropout': True},
                      in_axes=(0, nn.broadcast), length=c.layers, unroll=c.unroll)
-    (x, y), cached = blocks(c, causal, train, name='blocks')(_start(c, x), cached, where)
+    (x, *more), cached = blocks(c, causal, train, name='blocks')(_start(c, x, train), cached, where)
     if c.norm == 'pre' and c.final_norm:
-      x = _norm(c, 'final_norm')(x, _added(c, x, y))[1]
+      x = _norm(c, 'final_norm')(x, *_added(c, x, *more))[1]
     elif c.norm == 'pre':
-      x = x + _added(c, x, y)
+      x = _sum(x, *_added(c, x, *more))
     x = x.astype(c.dtype)
     return x if cache is None else (x, {**cached, 'segments': held})
 
@@ -151,8 +138,9 @@ class _Where(NamedTuple):
 class Block(nn.Module):
   """A layer: attention, then an MLP, each added to the stream; and its cache.
 
-  What it takes and gives is the stream x f32[B, S, D], and y [B, S, D] in the shape's dtype: with pre-norm what is
-  still to be added to it, for sum and norm are one kernel on a GPU, or None; with post-norm the stream rounded.
+  What it takes and gives is the stream x f32[B, S, D], y [B, S, D] in the shape's dtype, and shift f32[D]. Pre-norm:
+  y + shift is still to be added to the stream, for sum and norm are one kernel on a GPU; shift is None without biases
+  and with dropout, and with remat both are. Post-norm: y is the stream rounded, and shift None.
   """
   shape: Shape
   causal: bool
@@ -161,23 +149,31 @@ class Block(nn.Module):
   @nn.compact
   def __call__(self, stream, cached, where):
     c = self.shape
-    pre, x, y = c.norm == 'pre', in_order(by_batch(stream[0])), jax.tree.map(by_batch, stream[1])
-    drop = nn.Dropout(c.dropout, deterministic=not self.train)
+    pre, (x, y, shift) = c.norm == 'pre', stream
+    x, y = in_order(by_batch(x)), jax.tree.map(by_batch, y)
     norm0, norm1 = (_norm(c, name) for name in ('norm0', 'norm1'))
     if pre:
-      x, y = norm0(x, _added(c, x, y))
-    y, cached = Attention(c, self.causal, self.train, name='attention')(y, cached, where)
-    x, y = (norm1 if pre else norm0)(x, drop(y))
-    y = drop(MLP(c, name='mlp')(y))
+      x, y = norm0(x, *_added(c, x, y, shift))
+    *y, cached = Attention(c, self.causal, self.train, name='attention')(y, cached, where)
+    x, y = (norm1 if pre else norm0)(x, *self.dropped(*y))
+    y, shift = self.dropped(*MLP(c, name='mlp')(y))
     if not pre:
-      x, y = norm1(x, y)
+      (x, y), shift = norm1(x, y, shift), None
     elif c.remat:        # one array is remembered then, not two
-      x, y = x + y.astype(jnp.float32), None
-    return (x, y), cached
+      x, y, shift = _sum(x, y, shift), None, None
+    return (x, y, shift), cached
+
+  def dropped(self, y, shift):
+    """A product and its bias, or None, after dropout, if there is any; the bias is in it then."""
+    if not _drops(self.shape, self.train):
+      return y, shift
+    y = y if shift is None else y + shift.astype(y.dtype)[None, None]
+    return nn.Dropout(self.shape.dropout, deterministic=False)(y), None
 
 
 class Attention(nn.Module):
-  """Self-attention of H heads: [B, S, D] -> [B, S, D], and the cache with these tokens in it."""
+  """Self-attention of H heads: [B, S, D] -> [B, S, D], its last bias f32[D] or None, which is not in it yet, and the
+  cache with these tokens in it."""
   shape: Shape
   causal: bool
   train: bool
@@ -188,9 +184,12 @@ class Attention(nn.Module):
     batch, steps, width = x.shape
     x = x.astype(c.dtype)
     kernel, bias = Weights(c, 3 * width, name='qkv')(width)
+    biases = _parts(bias, c.heads, 3) if c.bias else [None] * 3
+    if c.bias and not c.rope and not c.qk_norm:
+      # what is added to all keys is added to all scores of a query, which their softmax does not see: no gradient
+      biases[1] = jax.lax.stop_gradient(biases[1])
     # a product each: what one of all would give had to be copied apart
-    q, k, v = (_product(x, part, each) for x, part, each in zip(
-        shared(x, 3), _parts(kernel, c.heads, 3), _parts(bias, c.heads, 3) if c.bias else (None,) * 3))
+    q, k, v = (_product(x, part, each) for x, part, each in zip(shared(x, 3), _parts(kernel, c.heads, 3), biases))
     q, k, v = (y.reshape(batch, steps, c.heads, width // c.heads) for y in (q, k, v))
     if c.qk_norm:      # Henry et al. 2020, arXiv 2010.04245, with RMS in place of length
       norm = functools.partial(nn.RMSNorm, epsilon=c.eps, dtype=c.dtype)
@@ -205,11 +204,12 @@ class Attention(nn.Module):
       cached = {'key': _write(cached['key'], k, where.places), 'value': _write(cached['value'], v, where.places)}
       # flash takes no mask
       y = see(q, *(cached[name].astype(q.dtype) for name in ('key', 'value')), mask=where.mask, implementation='plain')
-    return _dense(c, width, 'out', joins=True)(y.reshape(batch, steps, width)), cached
+    kernel, bias = Weights(c, width, joins=True, name='out')(width)
+    return _product(y.reshape(batch, steps, width), kernel), bias, cached
 
 
 class MLP(nn.Module):
-  """Two products with an activation between: [B, S, D] -> [B, S, D]."""
+  """Two products with an activation between: [B, S, D] -> [B, S, D], and its last bias f32[D] or None, not in it."""
   shape: Shape
 
   @nn.compact
@@ -218,25 +218,22 @@ class MLP(nn.Module):
     x = x.astype(c.dtype)
     kernel, bias = Weights(c, number * (c.hidden or 4 * c.width), name='up')(x.shape[-1])
     made = [_product(x, part) for part in _parts(kernel, 1, number)]
-
-    @jax.checkpoint      # kept for the backward pass is what goes in, which the products have written anyway
-    def activate(made, biases):
-      made = [y if each is None else y + each.astype(y.dtype)[None, None] for y, each in zip(made, biases)]
-      y = ACTIVATIONS[c.activation](made[0])
-      return y * made[1] if number > 1 else y
-    biases = _parts(bias, 1, number) if c.bias else (None,) * number
-    return _dense(c, c.width, 'down', joins=True)(activate(made, biases))
+    y = activated(c.activation, made, _parts(bias, 1, number) if c.bias else [None] * number)
+    kernel, bias = Weights(c, c.width, joins=True, name='down')(y.shape[-1])
+    return _product(y, kernel), bias
 
 
 class Weights(nn.Module):
   """Declares a kernel f32[inputs, features] and a bias f32[features], or None, and gives them back."""
   shape: Shape
   features: int
+  joins: bool = False      # whether the product joins the stream
 
   @nn.compact
   def __call__(self, inputs: int):
     c = self.shape
-    kernel = self.param('kernel', nn.initializers.normal(c.deviation), (inputs, self.features), jnp.float32)
+    start = nn.initializers.normal(c.deviation / (2 * c.layers)**0.5 if self.joins else c.deviation)
+    kernel = self.param('kernel', start, (inputs, self.features), jnp.float32)
     return kernel, self.param('bias', nn.initializers.zeros_init(), (self.features,), jnp.float32) if c.bias else None
 
 
@@ -251,26 +248,31 @@ def _product(x, kernel, bias=None):
   return y if bias is None else y + bias.astype(x.dtype)[None, None]
 
 
-def _dense(c: Shape, features: int, name: str, joins: bool = False) -> nn.Dense:
-  deviation = c.deviation / (2 * c.layers)**0.5 if joins else c.deviation
-  return nn.Dense(features, use_bias=c.bias, dtype=c.dtype, kernel_init=nn.initializers.normal(deviation), name=name)
-
-
 def _norm(c: Shape, name: str) -> AddNorm:
   return AddNorm(c.eps, c.rms, c.bias, post=c.norm == 'post', name=name)
 
 
-def _start(c: Shape, x):
+def _drops(c: Shape, train: bool) -> bool:
+  return bool(c.dropout) and train
+
+
+def _start(c: Shape, x, train):
   """What the first layer takes, of embeddings."""
   x = x.astype(jnp.float32)
   if c.norm == 'post':
-    return x, x.astype(c.dtype)
-  return x, None if c.remat else jnp.zeros(x.shape, c.dtype)
+    return x, x.astype(c.dtype), None
+  shift = jnp.zeros(c.width) if c.bias and not c.remat and not _drops(c, train) else None
+  return x, None if c.remat else jnp.zeros(x.shape, c.dtype), shift
 
 
-def _added(c: Shape, x, y):
+def _added(c: Shape, x, y, shift):
   """What a layer has left to be added to the stream x."""
-  return jnp.zeros(x.shape, c.dtype) if y is None else y
+  return jnp.zeros(x.shape, c.dtype) if y is None else y, shift
+
+
+def _sum(x, y, shift):
+  y = y.astype(jnp.float32)
+  return x + (y if shift is None else y + shift[None, None])
 
 
 def _check(c: Shape):

@@ -71,7 +71,9 @@ class Perceiver(nn.Module):
     drop = nn.Dropout(c.dropout, deterministic=not train)
     for i in range(self.layers):
       x = x + drop(Cross(c, name=f'cross{i}')(_norm(c, f'norm{i}a')(x), context)).astype(jnp.float32)
-      x = x + drop(MLP(c, name=f'mlp{i}')(_norm(c, f'norm{i}b')(x))).astype(jnp.float32)
+      y, bias = MLP(c, name=f'mlp{i}')(_norm(c, f'norm{i}b')(x))
+      assert bias is None
+      x = x + drop(y).astype(jnp.float32)
     return _norm(c, 'norm')(x)
 
 

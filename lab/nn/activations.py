@@ -1,0 +1,70 @@
+"""What stands between the two products of an MLP."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from lab.nn import kernels
+
+
+def gelu_tanh(x: jax.Array) -> jax.Array:
+  """x (1 + tanh u) / 2 = x sigmoid(2 u), u = sqrt(2 / pi) (x + .044715 x^3) (arXiv 1606.08415): quicker, on a GPU."""
+  z = x.astype(jnp.float32)
+  return (z * jax.nn.sigmoid(kernels.GELU_SLOPE * (z + kernels.GELU_CUBE * z * z * z))).astype(x.dtype)
+
+
+ACTIVATIONS = {
+    'gelu': functools.partial(nn.gelu, approximate=False),     # with the exact erf (arXiv 1606.08415)
+    'gelu_tanh': gelu_tanh,
+    'relu2': lambda x: jnp.square(nn.relu(x)),                 # So et al. 2021, arXiv 2109.08668
+    'geglu': functools.partial(nn.gelu, approximate=False),    # of the gate (Shazeer 2020, arXiv 2002.05202)
+    'swiglu': nn.silu,                                         # the same
+}
+GATED = ('geglu', 'swiglu')
+
+
+def activated(name: str, made: list[jax.Array], biases: list[jax.Array | None]) -> jax.Array:
+  """The activation of a product [B, S, F] with its bias f32[F]; with GATED of the first, times the second.
+
+  Kept for the backward pass is what goes in, which the products have written anyway; of gelu_tanh with the bias, which
+  a GPU's product adds itself. Of gelu_tanh reverse-mode derivatives only.
+  """
+  if name == 'gelu_tanh':
+    (x,), (bias,) = made, biases
+    return _gelu_tanh(x, jnp.zeros(x.shape[-1]) if bias is None else bias)
+  return _other(name, made, biases)
+
+
+@functools.partial(jax.checkpoint, static_argnums=(0,))
+def _other(name, made, biases):
+  made = [x if bias is None else _biased(x, bias) for x, bias in zip(made, biases)]
+  y = ACTIVATIONS[name](made[0])
+  return y * made[1] if name in GATED else y
+
+
+def _biased(x, bias):
+  return x + bias.astype(x.dtype)[(None,) * (x.ndim - 1)]
+
+
+@jax.custom_vjp
+def _gelu_tanh(x, bias):
+  return _forward(x, bias)[0]
+
+
+def _forward(x, bias):
+  z = _biased(x, bias)
+  return gelu_tanh(z), z
+
+
+def _backward(z, slope):
+  return tuple(kernels.choose(_plain_gradient, kernels.gelu_gradient, (z, slope), sums=1))
+
+
+_gelu_tanh.defvjp(_forward, _backward)
+
+
+def _plain_gradient(z, slope):
+  turned = slope.astype(jnp.float32) * kernels.gelu_slope(z.astype(jnp.float32), jax.nn.sigmoid)
+  return turned.astype(z.dtype), turned.sum(tuple(range(z.ndim - 1)))

@@ -98,7 +98,7 @@ def _together(config) -> None:
   if config.augment.joined and config.augment.translate:
     raise ConfigError(f'config.augment.joined = {config.augment.joined}: grids are joined at the top left; expected 0 '
                       f'with augment.translate = {config.augment.translate}')
-  if config.augment.joined and min(config.input.batch_size, 3 - config.optim.accumulate) < 2:
+  if config.augment.joined and (config.input.batch_size < 2 or config.optim.accumulate > 1):
     raise ConfigError(f'config.augment.joined = {config.augment.joined}: grids are joined to others of their batch, '
                       'and micro-batches are other batches; expected 0, or input.batch_size of 2 or more and '
                       'optim.accumulate = 1')

@@ -17,16 +17,17 @@ import jax.numpy as jnp
 from absl import flags
 
 from lab import topology
-from lab.nn import activations, kernels, losses, norms
+from lab.nn import activations, attention, kernels, losses, norms, short_attention
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_integer('calls', 20, 'Calls that are timed.', flag_values=FLAGS)
 LOGITS = (32_768, 50_304, 50_257)                                             # rows, columns, classes: GPT-2's
 NORMS = ((32_768, 768, False), (65_536, 256, True), (221_184, 128, True))     # rows, features, by root mean square
 HIDDEN = (32_768, 3_072)                                                      # rows, features
+HEADS = ((256, 128, 12, 64), (6_144, 16, 8, 16), (1_536, 24, 8, 32))          # rows, tokens, heads, features
 
 
-def main(argv: list[str], logits=LOGITS, shapes=NORMS, hidden=HIDDEN, interpret: bool = False) -> int:
+def main(argv: list[str], logits=LOGITS, shapes=NORMS, hidden=HIDDEN, heads=HEADS, interpret: bool = False) -> int:
   """Prints the table and returns the exit code; interpret: for tests, without a GPU."""
   FLAGS(argv)
   kind, gpu = jax.devices()[0].device_kind, jax.devices()[0].platform == 'gpu'
@@ -36,7 +37,7 @@ def main(argv: list[str], logits=LOGITS, shapes=NORMS, hidden=HIDDEN, interpret:
     return 2
   print(f'{kind}, jax {jax.__version__}\n{"":<40} {"plain":>8} {"kernel":>8} {"least":>8} difference')
   for name, plain, kernel, args in (*of_labels(*logits), *(row for shape in shapes for row in of_norms(*shape)),
-                                    of_activation(*hidden)):
+                                    of_activation(*hidden), *(row for shape in heads for row in of_attention(*shape))):
     slow, wanted = timed(plain, args)
     fast, got = timed(functools.partial(kernel, interpret=interpret), args)
     moved = sum(a.nbytes for a in jax.tree.leaves((args, wanted)))
@@ -68,8 +69,8 @@ def of_norms(rows: int, width: int, rms: bool):
   both = lambda f, *args, **more: [r for r in f(*args, **options, **more) if r is not None]
 
   def gradient(*args, **more):
-    to_x, to_y, *shares = kernels.add_norm_gradient(*args, shifted=not rms, **options, **more)
-    return to_x, to_y, *(s.sum(0) for s in shares)
+    to_x, to_y, shares = kernels.add_norm_gradient(*args, shifted=not rms, **options, **more)
+    return to_x, to_y, shares.sum(0)
   yield (f'sum and {name} {rows} x {width}', functools.partial(both, norms._plain),
          functools.partial(both, kernels.add_norm), (x, y, *vectors))
   plain = functools.partial(both, norms._plain_gradient, shifted=not rms)
@@ -84,6 +85,18 @@ def of_activation(rows: int, width: int):
     to_x, shares = kernels.gelu_gradient(*args, **more)
     return to_x, shares.sum(0)
   return f'gradient of GELU {rows} x {width}', activations._plain_gradient, gradient, (x, slope)
+
+
+def of_attention(rows: int, tokens: int, heads: int, features: int):
+  """(name, plain, kernel, arguments) of attention over few tokens, and of its gradient; plain is by einsums."""
+  q, k, v, slope = (jax.random.normal(jax.random.key(i), (rows, tokens, heads, features)).astype(jnp.bfloat16)
+                    for i in range(4))
+  plain = lambda q, k, v: attention.attend(q, k, v, implementation='plain')
+  name = f'attention {rows} x {tokens} x {heads} x {features}'
+  one = lambda *x, **more: (short_attention.attend(*x, causal=False, **more),)
+  yield name, lambda *x: (plain(*x),), one, (q, k, v)
+  yield (f'gradient of {name}', lambda *x: jax.vjp(plain, *x[:3])[1](x[3]),
+         functools.partial(short_attention.gradient, causal=False), (q, k, v, slope))
 
 
 def timed(f, args):

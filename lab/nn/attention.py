@@ -5,17 +5,16 @@ document alone, and padding sees and is seen by nobody.
 """
 
 import contextlib
-import math
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lab.nn import target
+from lab.nn import kernels, short_attention, target
 from lab.nn.products import contract
 
 IMPLEMENTATIONS = ('auto', 'plain', 'flash')
-TILE = 64        # queries of a tile of these kernels
 _counting = False
 MAX_HEAD = 128   # of cuDNN's kernels on every GPU that has them
 
@@ -27,12 +26,12 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False, se
 
   The result has q's dtype, the softmax is float32 (Vaswani et al. 2017, arXiv 1706.03762, equation 1). A query sees key
   t if all of these allow it: causal, t <= s; segments i32[B, S] and key_segments i32[B, T] (those of the queries where
-  not given), equal and not 0; lengths i32[B], s and t below them, which says for self-attention what segments of a
-  single document a row say, and costs a kernel less; mask, bool, broadcastable to [B, H, S, T]. A query that sees no
-  key gives exactly 0, and gradients of exactly 0. dropout is the share of weights set to 0, drawn from key.
+  not given), equal and not 0; lengths i32[B], t below them, of which 0 counts as 1: what padding itself gets is of no
+  use, but costs nothing; mask, bool, broadcastable to [B, H, S, T]. A query that sees no key gives exactly 0, and
+  gradients of exactly 0. dropout is the share of weights set to 0, drawn from key.
 
-  implementation: 'plain', einsums; 'flash', cuDNN's kernel on an NVIDIA GPU (ValueError where it does not apply: see
-  `_obstacle`); 'auto', flash where it applies. Reverse-mode derivatives only.
+  implementation: 'plain', einsums; 'flash', a kernel on an NVIDIA GPU (ValueError where none applies: see `_obstacle`),
+  the lab's own for few tokens, else cuDNN's; 'auto', flash where it applies. Reverse-mode derivatives only.
   """
   if implementation not in IMPLEMENTATIONS:
     raise ValueError(f'implementation = {implementation!r}: expected one of {IMPLEMENTATIONS}')
@@ -42,13 +41,14 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False, se
     raise ValueError(f'dropout = {dropout} without a key')
   if segments is not None and lengths is not None:
     raise ValueError('segments and lengths: expected one of them')
+  if lengths is not None:
+    lengths = jnp.maximum(lengths, 1)      # to see nothing is what kernels are bad at
   if segments is not None and key_segments is None:
     key_segments = segments
   if implementation != 'plain' and not _counting:
     obstacle = _obstacle(q, k, segments, mask, dropout)
-    rows = 1 if obstacle or segments is not None or q.shape != k.shape else _rows_a_tile(q)
-    if rows > 1:
-      return _side_by_side(q, k, v, causal, lengths, rows)
+    if not obstacle and segments is None and short_attention.fits(q, k):
+      return _short(q, k, v, lengths, causal)
     if not obstacle:
       return _flash(q, k, v, causal, segments, key_segments, lengths)
     if implementation == 'flash':
@@ -116,9 +116,7 @@ def _visible(q, k, causal, segments, key_segments, mask, lengths=None) -> jax.Ar
     own = segments[:, None, :, None]
     parts.append((own == key_segments[:, None, None]) & (own > 0))
   if lengths is not None:
-    real = lengths.reshape(-1, 1, 1, 1)
-    parts += [jax.lax.broadcasted_iota(jnp.int32, (1, 1, q.shape[1], 1), 2) < real,
-              jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, k.shape[1]), 3) < real]
+    parts.append(jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, k.shape[1]), 3) < lengths.reshape(-1, 1, 1, 1))
   if mask is not None:
     parts.append(mask.reshape((1,) * (4 - mask.ndim) + mask.shape))
   visible = None
@@ -143,11 +141,8 @@ def _plain(q, k, v, visible, dropout, key):
 def _flash(q, k, v, causal, segments, key_segments, lengths):
   """cuDNN's kernel; segments become a bias [B, 1, S, T] there, so that memory is one H-th of the plain path's."""
   if lengths is not None:
-    least = jnp.maximum(lengths, 1)      # the kernel wants a key; what padding gets is taken away again
-    y = jax.nn.dot_product_attention(q, k, v, is_causal=causal, query_seq_lengths=least, key_value_seq_lengths=least,
-                                     implementation='cudnn')
-    real = jnp.arange(q.shape[1])[None] < lengths[:, None]
-    return jnp.where(real[..., None, None], y, 0)
+    return jax.nn.dot_product_attention(q, k, v, is_causal=causal, key_value_seq_lengths=lengths,
+                                        implementation='cudnn')
   mask = _visible(q, k, False, segments, key_segments, None)      # causal is the kernel's own: it skips what is hidden
   if mask is None:
     return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation='cudnn')
@@ -158,23 +153,32 @@ def _flash(q, k, v, causal, segments, key_segments, lengths):
   return jnp.where(alive[:, 0, :, :, None], y, 0)
 
 
-def _rows_a_tile(q) -> int:
-  """How many short rows fill a tile of the kernel, which takes as long for one; each device keeps rows of its own."""
-  mesh = jax.sharding.get_abstract_mesh()
-  parts = math.prod(mesh.shape[a] for a in ('data', 'fsdp') if a in mesh.shape)
-  return next((n for n in range(TILE // q.shape[1], 1, -1) if q.shape[0] % (n * parts) == 0), 1)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _short(q, k, v, lengths, causal):
+  """One kernel of the lab's, and its gradient another; cuDNN's where a mesh splits heads."""
+  return _short_forward(q, k, v, lengths, causal)[0]
 
 
-def _side_by_side(q, k, v, causal, lengths, rows):
-  """Self-attention of short rows, several in one, as segments of it."""
-  batch, steps = q.shape[:2]
-  wide = lambda x: x.reshape(batch // rows, rows * steps, *x.shape[2:])
-  at = jnp.arange(rows * steps)[None]
-  segments = 1 + at // steps
-  if lengths is not None:
-    real = at % steps < jnp.repeat(lengths.reshape(-1, rows), steps, 1)
-    segments = jnp.where(real, segments, 0)
-  return _flash(wide(q), wide(k), wide(v), causal, segments, segments, None).reshape(q.shape)
+def _short_forward(q, k, v, lengths, causal):
+  held = (q, k, v) if lengths is None else (q, k, v, lengths)
+  plain, kernel = _whole(causal), functools.partial(short_attention.attend, causal=causal)
+  return kernels.choose(lambda *x: (plain(*x),), lambda *x: (kernel(*x),), held)[0], held
+
+
+def _short_backward(causal, held, slope):
+  q, k, v, *lengths = held
+
+  def plain(q, k, v, slope, *lengths):
+    return jax.vjp(lambda *x: _whole(causal)(*x, *lengths), q, k, v)[1](slope)
+  kernel = functools.partial(short_attention.gradient, causal=causal)
+  return *kernels.choose(plain, kernel, (q, k, v, slope, *lengths)), None
+
+
+_short.defvjp(_short_forward, _short_backward)
+
+
+def _whole(causal):
+  return lambda q, k, v, lengths=None: _flash(q, k, v, causal, None, None, lengths)
 
 
 def _obstacle(q, k, segments, mask, dropout) -> str:

@@ -23,7 +23,7 @@ LOG2_E = math.log2(math.e)   # a GPU has powers of two
 TILE = 2048                  # numbers of a tile of rows that are normed, where a row is not wider
 PROGRAMS = 8 * 132           # that add up gradients of scales and biases, each a share of the rows: 8 a multiprocessor
 ABEAM = 512                  # columns of a tile of GELU's gradient, which is added up over rows for the bias
-GELU_SLOPE, GELU_CUBE = math.sqrt(8 / math.pi), 0.044715
+GELU_SLOPE, GELU_CUBE = math.sqrt(2 / math.pi), 0.044715
 
 
 def choose(plain: Callable, kernel: Callable, rows: tuple, shared: tuple = (), sums: int = 0):
@@ -125,12 +125,14 @@ def label_gradient(logits: jax.Array, labels: jax.Array, total: jax.Array, slope
   block = ABREAST * LANES
   return pl.pallas_call(
       functools.partial(_label_gradient, classes=classes, columns=columns, block=block),
-      jax.ShapeDtypeStruct(logits.shape, logits.dtype), grid=(pl.cdiv(columns, block), rows), interpret=interpret,
+      jax.ShapeDtypeStruct(logits.shape, logits.dtype), grid=(rows * pl.cdiv(columns, block),), interpret=interpret,
       compiler_params=triton.CompilerParams(num_warps=4), name='label_gradient')(logits, labels, total, slope)
 
 
 def _label_gradient(logits, labels, total, slope, out, *, classes, columns, block):
-  first, row = pl.program_id(0) * block, pl.program_id(1)
+  # one number of both, for a second axis of a grid ends at 65,535
+  blocks = pl.cdiv(columns, block)
+  first, row = pl.program_id(0) % blocks * block, pl.program_id(0) // blocks
   at = first + jnp.arange(block)
   place = row, pl.ds(first, block)
   x = triton.load(logits.at[place], mask=at < classes, other=-jnp.inf).astype(jnp.float32)
@@ -186,23 +188,24 @@ def add_norm_gradient(x: jax.Array, onward: jax.Array, slope: jax.Array, scale: 
     scale, eps, rms, post, interpret: as of add_norm.
 
   Returns:
-    f32[N, ...D], the same in slope's dtype, and f32[R, D] for each of the vectors, in their order.
+    f32[N, ...D], the same in slope's dtype, and f32[R, V, D] for the V vectors in their order: one array, for to sum
+    three takes three times as long.
   """
   width = x.shape[-1]
   rows, tile, columns = _tiles(x)
   programs = min(PROGRAMS, pl.cdiv(rows, tile))
   shapes = [jax.ShapeDtypeStruct((rows, width), jnp.float32), jax.ShapeDtypeStruct((rows, width), slope.dtype)]
-  sums = [jax.ShapeDtypeStruct((programs, width), jnp.float32)] * (2 + shifted)
-  to_x, to_y, *vectors = pl.pallas_call(
+  shapes.append(jax.ShapeDtypeStruct((programs, 2 + shifted, width), jnp.float32))
+  to_x, to_y, shares = pl.pallas_call(
       functools.partial(_add_norm_gradient, rows=rows, tile=tile, columns=columns, width=width, eps=eps, rms=rms,
                         post=post, programs=programs),
-      shapes + sums, grid=(programs,), interpret=interpret,
+      shapes, grid=(programs,), interpret=interpret,
       compiler_params=triton.CompilerParams(num_warps=_warps(tile * columns), num_stages=2), name='add_norm_gradient')(
           *(a.reshape(rows, width) for a in (x, onward, slope)), scale)
-  return to_x.reshape(x.shape), to_y.reshape(x.shape), *vectors
+  return to_x.reshape(x.shape), to_y.reshape(x.shape), shares
 
 
-def _add_norm_gradient(x_of, onward_of, slope_of, scale_of, to_x, to_y, *to_vectors, rows, tile, columns, width, eps,
+def _add_norm_gradient(x_of, onward_of, slope_of, scale_of, to_x, to_y, shares, *, rows, tile, columns, width, eps,
                        rms, post, programs):
   scale, first = _vector(scale_of, columns, width), pl.program_id(0)
 
@@ -221,9 +224,10 @@ def _add_norm_gradient(x_of, onward_of, slope_of, scale_of, to_x, to_y, *to_vect
     return tuple(total + each for total, each in zip(sums, more))
 
   none = jnp.zeros((tile, columns), jnp.float32)
-  sums = jax.lax.fori_loop(0, pl.cdiv(pl.cdiv(rows, tile), programs), further, (none,) * len(to_vectors))
-  for ref, value in zip(to_vectors, sums):
-    triton.store(ref.at[first, pl.ds(0, columns)], jnp.sum(value, 0), mask=jnp.arange(columns) < width)
+  sums = jax.lax.fori_loop(0, pl.cdiv(pl.cdiv(rows, tile), programs), further, (none,) * shares.shape[1])
+  for i, value in enumerate(sums):
+    triton.store(shares.at[first, pl.ds(i, 1), pl.ds(0, columns)], jnp.sum(value, 0, keepdims=True),
+                 mask=jnp.arange(columns)[None] < width)
 
 
 # -- an activation's gradient
@@ -239,15 +243,16 @@ def gelu_gradient(x: jax.Array, slope: jax.Array, *, interpret: bool = False):
   tile, blocks = TILE // columns, pl.cdiv(width, columns)
   programs = max(1, min(PROGRAMS // blocks, pl.cdiv(rows, tile)))
   to_x, shares = pl.pallas_call(
-      functools.partial(_gelu_gradient, rows=rows, tile=tile, columns=columns, width=width, programs=programs),
+      functools.partial(_gelu_gradient, rows=rows, tile=tile, columns=columns, width=width, programs=programs,
+                        tanh=jnp.tanh if interpret else triton.approx_tanh),
       [jax.ShapeDtypeStruct((rows, width), x.dtype), jax.ShapeDtypeStruct((programs, width), jnp.float32)],
       grid=(blocks, programs), interpret=interpret,
-      compiler_params=triton.CompilerParams(num_warps=_warps(TILE), num_stages=2), name='gelu_gradient')(
+      compiler_params=triton.CompilerParams(num_warps=8, num_stages=2), name='gelu_gradient')(
           x.reshape(rows, width), slope.reshape(rows, width))
   return to_x.reshape(x.shape), shares
 
 
-def _gelu_gradient(x_of, slope_of, to_x, share_of, *, rows, tile, columns, width, programs):
+def _gelu_gradient(x_of, slope_of, to_x, share_of, *, rows, tile, columns, width, programs, tanh):
   start, first = pl.program_id(0) * columns, pl.program_id(1)
   beside = pl.ds(start, columns)
   there = start + jnp.arange(columns) < width
@@ -255,7 +260,7 @@ def _gelu_gradient(x_of, slope_of, to_x, share_of, *, rows, tile, columns, width
   def further(i, total):
     row = (i * programs + first) * tile
     place, inside = (pl.ds(row, tile), beside), (row + jnp.arange(tile) < rows)[:, None] & there[None]
-    slope = gelu_slope(_read(x_of, place, inside), lambda v: 1 / (1 + _exp(-v)))
+    slope = gelu_slope(_read(x_of, place, inside), tanh)
     turned = _read(slope_of, place, inside) * slope
     _write(to_x, place, inside, turned)
     return total + turned
@@ -264,11 +269,13 @@ def _gelu_gradient(x_of, slope_of, to_x, share_of, *, rows, tile, columns, width
   triton.store(share_of.at[first, beside], jnp.sum(total, 0), mask=there)
 
 
-def gelu_slope(z: jax.Array, sigmoid: Callable) -> jax.Array:
-  """The derivative of z sigmoid(a (z + b z^3)), which gelu_tanh is."""
-  chance = sigmoid(GELU_SLOPE * (z + GELU_CUBE * z * z * z))
+def gelu_slope(z: jax.Array, tanh: Callable) -> jax.Array:
+  """The derivative of z (1 + tanh u) / 2, u = a (z + b z^3), which gelu_tanh is."""
+  square = z * z
+  turn = tanh(z * (GELU_SLOPE + GELU_SLOPE * GELU_CUBE * square))
+  gate = 0.5 * (1 + turn)
   # in this order it is 0 far below, not 0 times infinity
-  return chance + chance * (1 - chance) * z * GELU_SLOPE * (1 + 3 * GELU_CUBE * z * z)
+  return gate + gate * (1 - turn) * z * (GELU_SLOPE + 3 * GELU_SLOPE * GELU_CUBE * square)
 
 
 def _tiles(x) -> tuple[int, int, int]:

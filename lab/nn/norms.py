@@ -50,9 +50,9 @@ def _backward(eps, rms, post, kept, slopes):
   total, shift, scale = kept
   shifted = shift is not None
   options = {'eps': eps, 'rms': rms, 'post': post, 'shifted': shifted}
-  to_x, to_y, *vectors = kernels.choose(
+  to_x, to_y, vectors = kernels.choose(
       functools.partial(_plain_gradient, **options), functools.partial(kernels.add_norm_gradient, **options),
-      (total, *slopes), (scale,), sums=2 + shifted)
+      (total, *slopes), (scale,), sums=1)
   return to_x, to_y, *(vectors if shifted else (None, *vectors))
 
 
@@ -85,4 +85,4 @@ def _plain_gradient(x, onward, slope, scale, *, eps, rms, post, shifted):
   turned = turned if post else turned + onward
   axes = tuple(range(x.ndim - 1))
   vectors = (turned, slope * y, slope) if shifted else (slope * y, slope)
-  return turned, turned.astype(dtype), *(each.sum(axes) for each in vectors)
+  return turned, turned.astype(dtype), jnp.stack([each.sum(axes) for each in vectors])

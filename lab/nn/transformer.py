@@ -50,6 +50,7 @@ class Shape(NamedTuple):
   remat: bool = False              # recompute a layer in the backward pass instead of remembering its inside
   remat_keep: str = 'nothing'      # a key of KEPT: what is remembered all the same
   unroll: int = 1                  # layers an iteration of the loop over them
+  cublas: bool = False             # in training, a GPU's products are cuBLAS's alone (see lab.task.Task.gpu)
 
 
 class Transformer(nn.Module):
@@ -156,7 +157,7 @@ class Block(nn.Module):
       x, y = norm0(x, *_added(c, x, y, shift))
     *y, cached = Attention(c, self.causal, self.train, name='attention')(y, cached, where)
     x, y = (norm1 if pre else norm0)(x, *self.dropped(*y))
-    y, shift = self.dropped(*MLP(c, name='mlp')(y))
+    y, shift = self.dropped(*MLP(c, self.train, name='mlp')(y))
     if not pre:
       (x, y), shift = norm1(x, y, shift), None
     elif c.remat:        # one array is remembered then, not two
@@ -211,6 +212,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
   """Two products with an activation between: [B, S, D] -> [B, S, D], and its last bias f32[D] or None, not in it."""
   shape: Shape
+  train: bool = False
 
   @nn.compact
   def __call__(self, x):
@@ -218,7 +220,8 @@ class MLP(nn.Module):
     x = x.astype(c.dtype)
     kernel, bias = Weights(c, number * (c.hidden or 4 * c.width), name='up')(x.shape[-1])
     made = [_product(x, part) for part in _parts(kernel, 1, number)]
-    y = activated(c.activation, made, _parts(bias, 1, number) if c.bias else [None] * number)
+    biases = _parts(bias, 1, number) if c.bias else [None] * number
+    y = activated(c.activation, made, biases, c.cublas and self.train)
     kernel, bias = Weights(c, c.width, joins=True, name='down')(y.shape[-1])
     return _product(y, kernel), bias
 

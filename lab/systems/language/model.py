@@ -24,7 +24,7 @@ def make(config, vocabulary: int, labels: int) -> 'Language':
       width=m.width, heads=m.heads, layers=m.layers, hidden=m.hidden, activation=m.activation, norm=m.norm, bias=m.bias,
       qk_norm=m.qk_norm, rope=m.positions == 'rope', dropout=m.dropout, attention_dropout=m.attention_dropout,
       eps=m.norm_eps, deviation=m.deviation, dtype=m.dtype, attention=m.attention, remat=m.remat,
-      remat_keep=m.remat_keep, unroll=m.unroll)
+      remat_keep=m.remat_keep, unroll=m.unroll, cublas=True)
   whole = config.objective == 'classify' or config.data.documents == 'together'
   return Language(shape, FrozenConfigDict(m), vocabulary, labels, config.data.length, whole)
 

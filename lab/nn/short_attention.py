@@ -1,0 +1,106 @@
+"""Self-attention over at most 128 tokens as one kernel for NVIDIA GPUs, its gradient as another (Pallas, by Triton).
+
+All scores of a row and head are in one tile there, so nothing of them is written, and the gradient needs neither the
+result nor the sums of exponentials: it reads q, k, v and the slope, and writes three gradients. Kernels for rows of any
+length (FlashAttention-2, Dao 2023, arXiv 2307.08691) make four passes of that. Rows shorter than half a tile lie side
+by side in one.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+MOST = 128                   # tokens of a row
+TILE = 64                    # at least
+WIDTHS = (16, 32, 64)        # of heads: powers of two, of which a tile's arrays fit into a multiprocessor
+LOG2_E = math.log2(math.e)   # a GPU has powers of two
+HIDDEN = -1e30               # finite: where all is hidden, nothing is NaN
+
+
+def fits(q: jax.Array, k: jax.Array) -> bool:
+  """Whether these can be queries and keys [N, S, H, D]."""
+  return q.shape == k.shape and q.shape[1] <= MOST and q.shape[-1] in WIDTHS
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array | None = None, *, causal: bool,
+           interpret: bool = False) -> jax.Array:
+  """What lab.nn.attention.attend gives: all [N, S, H, D], lengths i32[N], at least 1, of keys."""
+  return _call(_forward, causal, interpret, 1, q, k, v, lengths)[0]
+
+
+def gradient(q: jax.Array, k: jax.Array, v: jax.Array, slope: jax.Array, lengths: jax.Array | None = None, *,
+             causal: bool, interpret: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The gradients of q, k and v, of the slope [N, S, H, D] of the result."""
+  return tuple(_call(_backward, causal, interpret, 3, q, k, v, lengths, slope))
+
+
+def _call(kernel, causal, interpret, results, q, k, v, lengths, *slope):
+  number, steps, heads, width = q.shape
+  tile = max(TILE, pl.next_power_of_2(steps))
+  rows = tile // steps
+  flat = lambda x: x.reshape(number * steps, *x.shape[2:])
+  keys = [] if lengths is None else [flat((jnp.arange(steps)[None] < lengths[:, None]).astype(jnp.int32))]
+  made = pl.pallas_call(
+      functools.partial(kernel, causal=causal, steps=steps, held=rows * steps, tile=tile, tokens=number * steps,
+                        masked=lengths is not None),
+      [jax.ShapeDtypeStruct((number * steps, heads, width), q.dtype)] * results,
+      grid=(heads * pl.cdiv(number, rows),), interpret=interpret,
+      compiler_params=triton.CompilerParams(num_warps=8 if tile > TILE else 2, num_stages=1),
+      name='short_attention' + kernel.__name__)(*map(flat, (q, k, v, *slope)), *keys)
+  return [m.reshape(q.shape) for m in made]
+
+
+def _forward(q_of, k_of, v_of, *refs, masked, **options):
+  out = refs[-1]
+  read, write, chances, _ = _loaded(q_of, k_of, refs[0] if masked else None, **options)
+  p, total = chances
+  y = _dot(p.astype(v_of.dtype), read(v_of)) / total
+  write(out, y)
+
+
+def _backward(q_of, k_of, v_of, slope_of, *refs, masked, **options):
+  to_q, to_k, to_v = refs[-3:]
+  read, write, (p, total), (q, k) = _loaded(q_of, k_of, refs[0] if masked else None, **options)
+  slope, dtype = read(slope_of), q.dtype
+  p = p / total
+  write(to_v, _dot(p.astype(dtype), slope, 0, 0))
+  steep = _dot(slope, read(v_of), 1, 1)
+  steep = (p * (steep - jnp.sum(p * steep, 1, keepdims=True)) * q.shape[-1] ** -0.5).astype(dtype)
+  write(to_q, _dot(steep, k))
+  write(to_k, _dot(steep, q, 0, 0))
+
+
+def _loaded(q_of, k_of, keys_of, *, causal, steps, held, tile, tokens):
+  """What reads and writes a tile of a head, its exponentials and their sums, and queries and keys."""
+  heads, width = q_of.shape[1:]
+  # one number of both, for a second axis of a grid ends at 65,535
+  head, first = pl.program_id(0) % heads, pl.program_id(0) // heads * held
+  at = jnp.arange(tile)
+  inside = (at < held) & (first + at < tokens)
+  place = pl.ds(first, tile), head, pl.ds(0, width)
+  whole = jnp.broadcast_to(inside[:, None], (tile, width))
+  read = lambda ref: triton.load(ref.at[place], mask=whole, other=0.0)
+
+  def write(ref, value):
+    triton.store(ref.at[place], value.astype(ref.dtype), mask=whole)
+  q, k = read(q_of), read(k_of)
+  seen = inside
+  if keys_of is not None:
+    seen = seen & (triton.load(keys_of.at[pl.ds(first, tile)], mask=inside, other=0) > 0)
+  seen = jnp.broadcast_to(seen[None], (tile, tile))
+  if held > steps:
+    seen = seen & ((at // steps)[:, None] == (at // steps)[None])
+  if causal:
+    seen = seen & (at[None] <= at[:, None])
+  scores = jnp.where(seen, _dot(q, k, 1, 1) * (LOG2_E * width ** -0.5), HIDDEN)
+  p = jnp.exp2(scores - jnp.max(scores, 1, keepdims=True))
+  return read, write, (p, jnp.sum(p, 1, keepdims=True)), (q, k)
+
+
+def _dot(a, b, axis=1, other=0):
+  """The product over an axis of a and the other of b, in float32."""
+  return jax.lax.dot_general(a, b, (((axis,), (other,)), ((), ())), preferred_element_type=jnp.float32)

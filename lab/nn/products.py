@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 SMALL = 1 << 27      # ids x rows of a table up to which its gradient is a product with ones and zeros
 
@@ -54,17 +55,28 @@ def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
   On an accelerator the gradient of a small table is one product. Adding row by row, many threads would wait for a few
   rows, and on a GPU add in no fixed order; on a CPU it is quicker. Reverse-mode derivatives only, as of `contract`.
   """
-  return jnp.take(table, ids, 0)
+  return jnp.take(_whole(table), ids, 0)
 
 
 def _lookup_backward(kept, slope):
   ids, rows = kept
   ids, slope = ids.reshape(-1), slope.reshape(-1, slope.shape[-1])
   if ids.size * rows > SMALL:
-    return _added(ids, slope, rows=rows), None
+    return _whole(_added(ids, slope, rows=rows)), None
   # by the device that it is compiled for, which may be another than the one at hand
   add, multiply = (functools.partial(f, rows=rows) for f in (_added, _multiplied))
-  return jax.lax.platform_dependent(ids, slope, cpu=add, default=multiply), None
+  return _whole(jax.lax.platform_dependent(ids, slope, cpu=add, default=multiply)), None
+
+
+def _whole(table):
+  """A table, or its gradient, whole on each device: it looks its own rows of the batch up, and sums what they give.
+
+  Left to itself the compiler may split the rows as the table is split, and gather or sum those of the whole batch.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.shape.get('fsdp', 1) * mesh.shape.get('tensor', 1) == 1:
+    return table
+  return jax.lax.with_sharding_constraint(table, P())
 
 
 def _added(ids, slope, *, rows):

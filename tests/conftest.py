@@ -7,15 +7,16 @@ import sys
 os.environ['JAX_PLATFORMS'] = 'cpu'
 # collectives wait in threads of XLA's pool: there have to be more of these than devices
 os.environ['NPROC'] = '32'
+# most of the time would go into compiling: these flags halve it, and programs of this size run as fast. A newer jaxlib
+# no longer has the second, and ends at what it does not have
+QUICK = '--xla_backend_optimization_level=1'
+if importlib.metadata.version('jaxlib').startswith('0.10.'):
+  QUICK += ' --xla_cpu_use_fusion_emitters=false'
 # eight devices share few cores: products split over a pool of threads as well only take turns. lab/programs.py says why
-# the scheduler. Most of the time would go into compiling: the last two flags halve it, and programs of this size run as
-# fast. Processes that tests start have the flags that users have
+# the scheduler. Processes that tests start have the flags that users have
 os.environ['XLA_FLAGS'] = ('--xla_force_host_platform_device_count=8 --xla_cpu_multi_thread_eigen=false '
                            '--xla_cpu_collective_call_terminate_timeout_seconds=300 '
-                           '--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED '
-                           '--xla_backend_optimization_level=1')
-if importlib.metadata.version('jaxlib').startswith('0.10.'):      # later ones end at a flag that they no longer have
-  os.environ['XLA_FLAGS'] += ' --xla_cpu_use_fusion_emitters=false'
+                           '--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED ' + QUICK)
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', os.path.expanduser('~/.cache/lab/jax-tests'))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES', '-1')

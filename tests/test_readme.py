@@ -12,14 +12,12 @@ import pytest
 from data_pipelines import prepare
 
 from lab import main, plot, points, sweep
-from tests.conftest import ROOT
+from tests.conftest import QUICK, ROOT
 
 # absl remembers the flags of the last call
 DEFAULTS = ('--mode=train', '--step=latest', '--input=', '--output=', '--nodistributed')
 SWEEP = """config = "configs/pose.py:smoke"\nmetric = "-loss"\nkind = "grid"\nseeds = [0]\n
 [fixed]\ntotal_steps = 2\neval_steps = 0\ninput.batch_size = 8\n[values]\n"optim.learning_rate" = [1e-3]\n"""
-# to compile, as conftest has it, but with the devices of the command
-QUICK = '--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=1'
 SMALL = ('--config.input.batch_size=8', '--config.total_steps=2', '--config.eval_steps=0')
 
 

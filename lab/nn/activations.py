@@ -57,7 +57,7 @@ def _gelu_tanh(x, bias, cublas):
 
 def _forward(x, bias, cublas):
   z = _biased(x, bias)
-  return jax.lax.platform_dependent(z, cuda=_epilogue if cublas else gelu_tanh, default=gelu_tanh), z
+  return jax.lax.platform_dependent(z, cuda=_epilogue, default=gelu_tanh) if cublas else gelu_tanh(z), z
 
 
 def _epilogue(z):

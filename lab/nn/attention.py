@@ -31,7 +31,8 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False, se
   gradients of exactly 0. dropout is the share of weights set to 0, drawn from key.
 
   implementation: 'plain', einsums; 'flash', a kernel on an NVIDIA GPU (ValueError where none applies: see `_obstacle`),
-  the lab's own for few tokens, else cuDNN's; 'auto', flash where it applies. Reverse-mode derivatives only.
+  the lab's own for few tokens (short_attention.fits), else cuDNN's; 'auto', flash where it applies. Reverse-mode
+  derivatives only.
   """
   if implementation not in IMPLEMENTATIONS:
     raise ValueError(f'implementation = {implementation!r}: expected one of {IMPLEMENTATIONS}')
@@ -47,7 +48,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False, se
     key_segments = segments
   if implementation != 'plain' and not _counting:
     obstacle = _obstacle(q, k, segments, mask, dropout)
-    if not obstacle and segments is None and short_attention.fits(q, k):
+    if not obstacle and segments is None and short_attention.fits(q, k) and kernels.takes(len(q)):
       return _short(q, k, v, lengths, causal)
     if not obstacle:
       return _flash(q, k, v, causal, segments, key_segments, lengths)
@@ -155,30 +156,26 @@ def _flash(q, k, v, causal, segments, key_segments, lengths):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _short(q, k, v, lengths, causal):
-  """One kernel of the lab's, and its gradient another; cuDNN's where a mesh splits heads."""
+  """One kernel of the lab's, and its gradient another."""
   return _short_forward(q, k, v, lengths, causal)[0]
 
 
 def _short_forward(q, k, v, lengths, causal):
   held = (q, k, v) if lengths is None else (q, k, v, lengths)
-  plain, kernel = _whole(causal), functools.partial(short_attention.attend, causal=causal)
-  return kernels.choose(lambda *x: (plain(*x),), lambda *x: (kernel(*x),), held)[0], held
+  whole = lambda q, k, v, lengths=None: (_flash(q, k, v, causal, None, None, lengths),)
+  return kernels.choose(whole, lambda *x: (short_attention.attend(*x, causal=causal),), held)[0], held
 
 
 def _short_backward(causal, held, slope):
   q, k, v, *lengths = held
 
-  def plain(q, k, v, slope, *lengths):
-    return jax.vjp(lambda *x: _whole(causal)(*x, *lengths), q, k, v)[1](slope)
+  def whole(q, k, v, slope, *lengths):
+    return jax.vjp(lambda *x: _flash(*x, causal, None, None, *(lengths or (None,))), q, k, v)[1](slope)
   kernel = functools.partial(short_attention.gradient, causal=causal)
-  return *kernels.choose(plain, kernel, (q, k, v, slope, *lengths)), None
+  return *kernels.choose(whole, kernel, (q, k, v, slope, *lengths)), None
 
 
 _short.defvjp(_short_forward, _short_backward)
-
-
-def _whole(causal):
-  return lambda q, k, v, lengths=None: _flash(q, k, v, causal, None, None, lengths)
 
 
 def _obstacle(q, k, segments, mask, dropout) -> str:

@@ -26,18 +26,28 @@ ABEAM = 512                  # columns of a tile of GELU's gradient, which is ad
 GELU_SLOPE, GELU_CUBE = math.sqrt(2 / math.pi), 0.044715
 
 
+def takes(rows: int) -> bool:
+  """Whether devices can work on rows of their own: nothing else is split by the mesh, and they share evenly."""
+  split = _split()
+  return not set(split) - set(AXES) and rows % math.prod(split.values()) == 0
+
+
+def _split():
+  """The axes of the mesh that has been set, and their sizes, where these are more than 1."""
+  return {axis: size for axis, size in jax.sharding.get_abstract_mesh().shape.items() if size > 1}
+
+
 def choose(plain: Callable, kernel: Callable, rows: tuple, shared: tuple = (), sums: int = 0):
   """kernel(*rows, *shared) where it is compiled for an NVIDIA GPU, plain of the same elsewhere.
 
   rows: arrays [N, ...], of which a device works on its own N; so are the results. The last `sums` of these are sums
   over all rows; of the kernel, shares [n, ...] of them.
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  split = {axis: size for axis, size in mesh.shape.items() if size > 1}
-  if set(split) - set(AXES) or rows[0].shape[0] % math.prod(split.values()):
+  if not takes(len(rows[0])):
     return plain(*rows, *shared)
+  split = _split()
   if split:
-    spec = P(tuple(split))
+    spec, mesh = P(tuple(split)), jax.sharding.get_abstract_mesh()
     kernel = jax.shard_map(kernel, mesh=mesh, in_specs=(spec,) * len(rows) + (P(),) * len(shared), out_specs=spec,
                            check_vma=False)
 
@@ -236,6 +246,7 @@ def _add_norm_gradient(x_of, onward_of, slope_of, scale_of, to_x, to_y, shares, 
 def gelu_gradient(x: jax.Array, slope: jax.Array, *, interpret: bool = False):
   """The gradient of gelu_tanh(x) (activations.py), and its sums over shares of the rows.
 
+  Unless x is float32, by the hardware's hyperbolic tangent, which is a 2048th off: less than the result is rounded by.
   x and slope, the gradient of the result: [N, ...F]. Returns [N, ...F] as x is, and f32[R, F].
   """
   width = x.shape[-1]
@@ -244,7 +255,7 @@ def gelu_gradient(x: jax.Array, slope: jax.Array, *, interpret: bool = False):
   programs = max(1, min(PROGRAMS // blocks, pl.cdiv(rows, tile)))
   to_x, shares = pl.pallas_call(
       functools.partial(_gelu_gradient, rows=rows, tile=tile, columns=columns, width=width, programs=programs,
-                        tanh=jnp.tanh if interpret else triton.approx_tanh),
+                        tanh=jnp.tanh if interpret or x.dtype == jnp.float32 else triton.approx_tanh),
       [jax.ShapeDtypeStruct((rows, width), x.dtype), jax.ShapeDtypeStruct((programs, width), jnp.float32)],
       grid=(blocks, programs), interpret=interpret,
       compiler_params=triton.CompilerParams(num_warps=8, num_stages=2), name='gelu_gradient')(

@@ -55,26 +55,27 @@ def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
   On an accelerator the gradient of a small table is one product. Adding row by row, many threads would wait for a few
   rows, and on a GPU add in no fixed order; on a CPU it is quicker. Reverse-mode derivatives only, as of `contract`.
   """
-  return jnp.take(_whole(table), ids, 0)
+  return jnp.take(_whole(table, ids), ids, 0)
 
 
 def _lookup_backward(kept, slope):
   ids, rows = kept
   ids, slope = ids.reshape(-1), slope.reshape(-1, slope.shape[-1])
   if ids.size * rows > SMALL:
-    return _whole(_added(ids, slope, rows=rows)), None
+    return _whole(_added(ids, slope, rows=rows), ids), None
   # by the device that it is compiled for, which may be another than the one at hand
   add, multiply = (functools.partial(f, rows=rows) for f in (_added, _multiplied))
-  return _whole(jax.lax.platform_dependent(ids, slope, cpu=add, default=multiply)), None
+  return _whole(jax.lax.platform_dependent(ids, slope, cpu=add, default=multiply), ids), None
 
 
-def _whole(table):
+def _whole(table, ids):
   """A table, or its gradient, whole on each device: it looks its own rows of the batch up, and sums what they give.
 
-  Left to itself the compiler may split the rows as the table is split, and gather or sum those of the whole batch.
+  Left to itself the compiler may split the rows as the table is split, and gather or sum those of the whole batch: for
+  few ids, as of one step of generation, which is less than the table.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  if mesh.shape.get('fsdp', 1) * mesh.shape.get('tensor', 1) == 1:
+  if mesh.shape.get('fsdp', 1) * mesh.shape.get('tensor', 1) == 1 or ids.size < len(table):
     return table
   return jax.lax.with_sharding_constraint(table, P())
 

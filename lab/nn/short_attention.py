@@ -7,23 +7,26 @@ by side in one.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from lab.nn import target
+from lab.nn.kernels import LOG2_E
+
 MOST = 128                   # tokens of a row
 TILE = 64                    # at least
 WIDTHS = (16, 32, 64)        # of heads: powers of two, of which a tile's arrays fit into a multiprocessor
-LOG2_E = math.log2(math.e)   # a GPU has powers of two
+SHARED = 128 << 10           # bytes of its memory that the largest tiles want; GPUs for desktops have 99 KiB
 HIDDEN = -1e30               # finite: where all is hidden, nothing is NaN
 
 
 def fits(q: jax.Array, k: jax.Array) -> bool:
   """Whether these can be queries and keys [N, S, H, D]."""
-  return q.shape == k.shape and q.shape[1] <= MOST and q.shape[-1] in WIDTHS
+  small = q.shape[1] <= TILE or target.shared_memory() >= SHARED
+  return q.shape == k.shape and q.shape[1] <= MOST and q.shape[-1] in WIDTHS and small
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array | None = None, *, causal: bool,

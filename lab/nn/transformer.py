@@ -50,7 +50,7 @@ class Shape(NamedTuple):
   remat: bool = False              # recompute a layer in the backward pass instead of remembering its inside
   remat_keep: str = 'nothing'      # a key of KEPT: what is remembered all the same
   unroll: int = 1                  # layers an iteration of the loop over them
-  cublas: bool = False             # in training, a GPU's products are cuBLAS's alone (see lab.task.Task.gpu)
+  cublas: bool = False             # in training, a GPU's products are cuBLAS's alone: Task.gpu of the caller says so
 
 
 class Transformer(nn.Module):
@@ -221,7 +221,9 @@ class MLP(nn.Module):
     kernel, bias = Weights(c, number * (c.hidden or 4 * c.width), name='up')(x.shape[-1])
     made = [_product(x, part) for part in _parts(kernel, 1, number)]
     biases = _parts(bias, 1, number) if c.bias else [None] * number
-    y = activated(c.activation, made, biases, c.cublas and self.train)
+    # where what cuBLAS's product alone gives is remembered, it does nothing more
+    alone = c.remat and c.remat_keep == 'products'
+    y = activated(c.activation, made, biases, c.cublas and self.train and not alone)
     kernel, bias = Weights(c, c.width, joins=True, name='down')(y.shape[-1])
     return _product(y, kernel), bias
 

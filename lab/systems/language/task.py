@@ -15,7 +15,8 @@ from lab.systems.language import distill, generate, model, objectives, text
 from lab.task import ConfigError, Task
 
 VERBS = {'mlm': ('fill',), 'gpt': ('generate', 'score'), 'classify': ('classify',)}
-# Where a kernel that XLA made for a product lost against cuBLAS's, the bias is not made part of that: a pass more
+# Where a kernel that XLA made for a product lost against cuBLAS's, neither bias nor GELU are made part of that: passes
+# more. Shape.cublas in model.py counts on it
 CUBLAS = {'xla_gpu_enable_triton_gemm': False}
 CHOICES = {
     'objective': tuple(VERBS),

@@ -35,9 +35,9 @@ def near(got, wanted, bound):
     assert a.shape == b.shape and np.linalg.norm(np.float32(a) - b) < bound * np.linalg.norm(b)
 
 
-@pytest.mark.parametrize('causal', [False, True])
-@pytest.mark.parametrize('masked', [False, True])
-@pytest.mark.parametrize('shape', SHAPES)
+@pytest.mark.parametrize('shape, masked, causal', [
+    ('16', False, False), ('16', True, True), ('24', False, True), ('24', True, False), ('118', True, False),
+    ('128', False, True)])
 def test_values_and_gradients_are_those_of_einsums_in_float32_and_of_numpy(shape, masked, causal):
   rows, steps, _ = SHAPES[shape]
   q, k, v, slope = draw(*SHAPES[shape])

@@ -48,7 +48,7 @@ def get_config(variant: str = '') -> ConfigDict:
     return config
   config.optim.update({'name': 'adam', 'learning_rate': 1e-3, 'warmup_steps': 500, 'decay': 0.0, 'ema': 0.999})
   if variant == 'paper':                   # with the usual initialisation, and fed so that forecasts learn to run free
-    config.model.update({'init': 'default', 'feed': 'scheduled'})
+    config.model.update({'init': 'default', 'feed': 'scheduled', 'unroll': 10})
     config.loss.scheduled_steps = 10_000
     config.input.batch_size, config.total_steps = 256, 30_000
   if variant == 'convlstm':

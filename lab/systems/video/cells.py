@@ -13,7 +13,7 @@ from typing import Any, Callable, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lab.systems.video import products
+from lab.systems.video import lstm, products
 from lab.systems.video.products import row, static
 
 Carry = tuple[jax.Array, ...]   # (h, c) or (h,), each f32[B, width] or f32[B, m, m, channels]
@@ -58,28 +58,16 @@ def depth_to_space(x: jax.Array, side: int) -> jax.Array:
   return jnp.moveaxis(x, -4, -3).reshape(*lead, h * side, w * side, c // side**2)
 
 
-def lstm(vectors: dict, carry: Carry, gates: jax.Array) -> Carry:
-  """i, f, o sigmoid, g tanh; c' = f c + i g, h' = o tanh(c') (Hochreiter & Schmidhuber 1997; Gers et al. 2000).
+def long_short(vectors: dict, carry: Carry, gates: jax.Array) -> Carry:
+  """lstm.step, with peepholes where vectors has them.
 
   With a 4-d recurrent kernel it is the ConvLSTM of Shi et al. 2015 (arXiv 1506.04214), without peepholes.
   """
-  _, c = carry
-  i, f, g, o = jnp.split(gates, 4, -1)
-  c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-  return jax.nn.sigmoid(o) * jnp.tanh(c), c
+  peepholes = jnp.stack([vectors[f'peephole_{gate}'] for gate in 'ifo']) if vectors else None
+  return lstm.step(peepholes, carry[1], gates)
 
 
-def peephole(vectors: dict, carry: Carry, gates: jax.Array) -> Carry:
-  """An LSTM whose gates see the cell through diagonals: i and f the old, o the new (Graves 2013, arXiv 1308.0850)."""
-  _, c = carry
-  i, f, g, o = jnp.split(gates, 4, -1)
-  i = i + row(vectors['peephole_i'], c) * c
-  f = f + row(vectors['peephole_f'], c) * c
-  c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-  o = o + row(vectors['peephole_o'], c) * c
-  return jax.nn.sigmoid(o) * jnp.tanh(c), c
-
-
+@functools.partial(jax.checkpoint, prevent_cse=False)
 def gru(vectors: dict, carry: Carry, seen: jax.Array, recalled: jax.Array) -> Carry:
   """r, z sigmoid; n = tanh(x_n + r (U_n h + b)), h' = (1 - z) n + z h (Cho et al. 2014, arXiv 1406.1078).
 
@@ -87,8 +75,8 @@ def gru(vectors: dict, carry: Carry, seen: jax.Array, recalled: jax.Array) -> Ca
   gates in two parts: of the input, and of the state.
   """
   (h,) = carry
-  x_r, x_z, x_n = jnp.split(seen, 3, -1)
-  h_r, h_z, h_n = jnp.split(recalled, 3, -1)
+  x_r, x_z, x_n = jnp.split(seen.astype(jnp.float32), 3, -1)
+  h_r, h_z, h_n = jnp.split(recalled.astype(jnp.float32), 3, -1)
   z = jax.nn.sigmoid(x_z + h_z)
   n = jnp.tanh(x_n + jax.nn.sigmoid(x_r + h_r) * (h_n + row(vectors['recurrent_bias'], h_n)))
   return ((1 - z) * n + z * h,)
@@ -106,10 +94,10 @@ class Cell(NamedTuple):
 
 
 CELLS = {
-    'lstm': Cell(lstm, 4, 2, True),
-    'peephole': Cell(peephole, 4, 2, True),
+    'lstm': Cell(long_short, 4, 2, True),
+    'peephole': Cell(long_short, 4, 2, True),
     'gru': Cell(gru, 3, 1, False),
-    'convlstm': Cell(lstm, 4, 2, True),
+    'convlstm': Cell(long_short, 4, 2, True),
 }
 
 
@@ -141,11 +129,7 @@ def _turn(step: Step, carry: Carry, *gates: jax.Array) -> Carry:
   cell = CELLS[step.cell]
   if cell.adds:
     gates = (functools.reduce(jnp.add, gates),)
-
-  def again(vectors, carry, *gates):
-    return cell.step(vectors, carry, *(part.astype(jnp.float32) for part in gates))
-
-  return jax.checkpoint(again, prevent_cse=False)(step.vectors, carry, *(part.astype(step.dtype) for part in gates))
+  return cell.step(step.vectors, carry, *(part.astype(step.dtype) for part in gates))
 
 
 def advance(steps: list[Step], carries: tuple[Carry, ...], x: jax.Array) -> tuple[Carry, ...]:
@@ -162,10 +146,11 @@ def advance(steps: list[Step], carries: tuple[Carry, ...], x: jax.Array) -> tupl
   return tuple(out)
 
 
-def sweep(layers: list[Layer], carries: tuple[Carry, ...], x: jax.Array):
+def sweep(layers: list[Layer], carries: tuple[Carry, ...], x: jax.Array, unroll: int):
   """All steps of a layer, then of the next, so that its input is projected in one product before its loop.
 
-  x is f32[B, T, D] or f32[B, T, m, m, C]; D or C may be 0. -> (carries, h of the top layer f32[B, T, ...]).
+  x is f32[B, T, D] or f32[B, T, m, m, C]; D or C may be 0; unroll: steps of an iteration, see products.over_time.
+  -> (carries, h of the top layer f32[B, T, ...]).
   """
   def body(step, carry, gates):
     carry = _turn(step, carry, gates, step.kernels[0](carry[0]))
@@ -175,13 +160,13 @@ def sweep(layers: list[Layer], carries: tuple[Carry, ...], x: jax.Array):
   for layer, carry in zip(layers, carries):
     # rounded, for all steps of them are written and read, and their gradients too
     gates = _affine(layer, layer.input, layer.bias).over_time(x).astype(layer.dtype)
-    carry, x = products.scan(body, len(x), _awaiting(layer), carry, gates)
+    carry, x = products.scan(body, len(x), unroll, _awaiting(layer), carry, gates)
     out.append(carry)
   return tuple(out), jnp.swapaxes(x, 0, 1)
 
 
-def climb(layers: list[Layer], carries: tuple[Carry, ...], xs: jax.Array, embed: Callable = lambda weights, x: x,
-          weights=()):
+def climb(layers: list[Layer], carries: tuple[Carry, ...], xs: jax.Array, unroll: int,
+          embed: Callable = lambda weights, x: x, weights=()):
   """What `sweep` does, one step of all layers after the other, as an explicit cell would.
 
   The lowest layer is fed embed(weights, x) of each x [B, ...] of xs [B, T, ...].
@@ -192,4 +177,4 @@ def climb(layers: list[Layer], carries: tuple[Carry, ...], xs: jax.Array, embed:
     return carries, carries[-1][0]
 
   network = [joined(layer) for layer in layers], weights
-  return products.over_time(body, xs.shape[1], network, carries, xs)
+  return products.over_time(body, xs.shape[1], unroll, network, carries, xs)

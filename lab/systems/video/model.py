@@ -206,8 +206,8 @@ class Encoder(nn.Module):
     layers = _stack(m, m.encoder, _feature(m, self.size)[-1])
     carries = _zeros(m, m.encoder, self.size, past.shape[0])
     if m.fuse_input:
-      return cells.sweep(layers, carries, embed(weights, past))
-    return cells.climb(layers, carries, past, embed, weights)
+      return cells.sweep(layers, carries, embed(weights, past), m.unroll)
+    return cells.climb(layers, carries, past, m.unroll, embed, weights)
 
 
 class Head(nn.Module):
@@ -231,7 +231,7 @@ class Head(nn.Module):
     carries, batch = self._start(states), states[0][0].shape[0]
     if m.feed == 'zero':
       nothing = jnp.zeros((batch, steps, *feature))
-      _, tops = (cells.sweep if m.fuse_input else cells.climb)(layers, carries, nothing)
+      _, tops = (cells.sweep if m.fuse_input else cells.climb)(layers, carries, nothing, m.unroll)
       return read(readout, tops), tops
 
     def feed_hidden(layers, state, _):
@@ -252,13 +252,13 @@ class Head(nn.Module):
     # the first step sees zeros, and not what embed would make of a frame of zeros: nothing, to a product
     state, layers = (carries, jnp.zeros((batch, *feature))), [cells.joined(layer) for layer in layers]
     if m.feed == 'hidden':
-      _, tops = products.over_time(feed_hidden, steps, layers, state, None)
+      _, tops = products.over_time(feed_hidden, steps, m.unroll, layers, state, None)
       return read(readout, tops), tops
     true = None
     if truth is not None:
       use = jnp.ones(truth.shape[:2], bool) if use is None else use
       true = truth[:, :steps], jnp.roll(use[:, :steps], -1, 1)      # a frame, and whether it is fed to the next step
-    _, made = products.over_time(feed_frame, steps, (layers, weights, readout), state, true)
+    _, made = products.over_time(feed_frame, steps, m.unroll, (layers, weights, readout), state, true)
     return made
 
   def _start(self, states: tuple) -> tuple[cells.Carry, ...]:

@@ -163,21 +163,23 @@ def _tapped_backward(shape, affine, g):
 _tapped.defvjp(lambda shape, affine, x, slot: (_apply_plain(affine, x), affine), _tapped_backward)
 
 
-def over_time(body: Callable, steps: int, network, state, xs):
+def over_time(body: Callable, steps: int, unroll: int, network, state, xs):
   """jax.lax.scan along the second axis: body(network, state, x [B, ...]) -> (state, y); xs and ys of [B, T, ...].
+
+  unroll: steps of an iteration. With all of them in one there is no loop, and no copies into and out of its stacks.
 
   network is a tree with all arrays that the body reads, those of its products as Affine. Each is called once a step.
   Kernels are rounded to their dtype once, before the loop. Reverse-mode derivatives only.
   """
   first = lambda tree: jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), tree)
-  state, ys = scan(body, steps, network, state, first(xs))
+  state, ys = scan(body, steps, unroll, network, state, first(xs))
   return state, first(ys)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def scan(body: Callable, steps: int, network, state, xs):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def scan(body: Callable, steps: int, unroll: int, network, state, xs):
   """`over_time` with the time as the first axis of xs and ys."""
-  return jax.lax.scan(functools.partial(body, _round(network)), state, xs, length=steps)
+  return jax.lax.scan(functools.partial(body, _round(network)), state, xs, length=steps, unroll=unroll)
 
 
 def _is_affine(leaf) -> bool:
@@ -200,7 +202,7 @@ def _split(network):
   return [x for x, affine in zip(leaves, ours) if affine], [x for x, affine in zip(leaves, ours) if not affine], join
 
 
-def _scan_forward(body, steps, network, state, xs):
+def _scan_forward(body, steps, unroll, network, state, xs):
   network = _round(network)
   affines, rest, join = _split(network)
 
@@ -216,7 +218,7 @@ def _scan_forward(body, steps, network, state, xs):
     def step(state, now):
       state, y, taps = tapped(rest, state, *now)
       return state, (y, [tap.seen for tap in taps])
-    state, (ys, seen) = jax.lax.scan(step, state, (xs, slots), length=steps)
+    state, (ys, seen) = jax.lax.scan(step, state, (xs, slots), length=steps, unroll=unroll)
     return (state, ys), seen
 
   slots = [jnp.zeros((steps, *made.shape), made.dtype) for made in jax.eval_shape(products, state, xs)]
@@ -224,8 +226,8 @@ def _scan_forward(body, steps, network, state, xs):
   return made, (back, seen, network)
 
 
-def _scan_backward(body, steps, kept, cotangent):
-  del body, steps
+def _scan_backward(body, steps, unroll, kept, cotangent):
+  del body, steps, unroll
   back, seen, network = kept
   affines, _, join = _split(network)
   rest, state, xs, slots = back(cotangent)

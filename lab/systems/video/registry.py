@@ -21,7 +21,8 @@ CHOICES = {
 READ_IF = (
     (('model.feed', 'model.recon_order', 'model.embed', 'model.embed_widths', 'model.channels', 'model.kernels',
       'model.strides', 'model.patch', 'model.cell', 'model.encoder', 'model.head', 'model.kernel', 'model.readout',
-      'model.readout_width', 'model.handover', 'model.init', 'model.fuse_input'), {'model.kind': ('seq2frames',)}),
+      'model.readout_width', 'model.handover', 'model.init', 'model.fuse_input', 'model.unroll'),
+     {'model.kind': ('seq2frames',)}),
     (('model.hid_s', 'model.hid_t', 'model.n_s', 'model.n_t'), {'model.kind': ('simvp',)}),
     (('model.recon_order',), {'model.heads': ('recon', 'both')}),
     (('model.embed_widths',), {'model.embed': ('mlp',)}),
@@ -134,6 +135,8 @@ def _check_seq2frames(config) -> None:
   for key in ('encoder', 'head', 'embed_widths'):
     if not config.model[key] or any(type(w) is not int or w < 1 for w in config.model[key]):
       raise ConfigError(f'config.model.{key} = {config.model[key]}: expected a width for each layer, at least one')
+  if config.model.unroll < 1:
+    raise ConfigError(f'config.model.unroll = {config.model.unroll}: expected at least 1')
   _check_embed(config.model, config.video.size)
   _check_readout(config.model, config.video.size)
   _check_handover(config.model)

@@ -46,9 +46,10 @@ def make(task: Task, config, mesh, ledger: Ledger) -> Callable[[Any, Any], tuple
       if task.score or draw:
         outputs = meshes.local(predict(params, stats, jax.random.fold_in(key, i), placed))
         outputs, batch = real_rows(outputs, batch, rows.speaks)
-        if draw and len(batch['mask']):
-          drawn = task.picture(outputs, batch).items()
-          pictures.update(itertools.islice(drawn, config.eval_pictures - len(pictures)))
+        few = config.eval_pictures - len(pictures)      # a row makes one at least
+        if draw and few and len(batch['mask']):
+          drawn = task.picture(*jax.tree.map(lambda x: x[:few], (outputs, batch)))
+          pictures.update(itertools.islice(drawn.items(), few))
         if task.score:
           records += task.records(outputs, batch)
       progress(i + 1)

@@ -95,6 +95,7 @@ KINDS = {
 # changes that are finite where the gradient's norm is, at rates, factors and decays of at most TAME: |g| is then below
 # 2e19, its moments are averages of g and of squares below 4e38, and what they are divided by is no less than eps
 BOUNDED, TAME = ('sgd', 'momentum', 'adam', 'adamw', 'lion'), 1e3
+SMALL = 1 << 14      # numbers of an array of which no sums are made first
 
 
 def check(config) -> None:
@@ -180,25 +181,50 @@ def make(o, total_steps: int, rate: Callable[[Step, Joint], jax.Array] | None = 
   def update(loss, grads, opt, params, step):
     if o.frozen:      # before the norm: what does not learn has no say in it
       grads = _by_path(lambda p, g: jnp.zeros_like(g) if re.search(o.frozen, p) else g, grads)
-    norm, now = optax.tree.norm(grads), lr(step, opt.joint)
+    size, now = norm(grads), lr(step, opt.joint)
     updates, inner = tx.update(grads, opt.inner, params)
     updates = _by_path(lambda p, u: -now * _factor(o, p) * u, updates)
-    change = optax.tree.norm(updates)      # a finite gradient can still be scaled to an infinite update
-    ok = jnp.isfinite(loss) & jnp.isfinite(norm)
+    change = norm(updates)      # a finite gradient can still be scaled to an infinite update
+    ok = jnp.isfinite(loss) & jnp.isfinite(size)
     ok = ok if bounded else ok & jnp.isfinite(change)
     if o.clip_step:      # after the test: a clipped infinity is finite
       updates = jax.tree.map(lambda u: jnp.clip(u, -o.clip_step, o.clip_step), updates)
-      change = optax.tree.norm(updates)
+      change = norm(updates)
     moved = optax.apply_updates(params, updates)
     ema = jax.tree.map(lambda e, p: o.ema * e + (1 - o.ema) * p, opt.ema, moved) if o.ema else {}
     skipped = jnp.where(ok, opt.skipped * jnp.array([0, 1]), opt.skipped + 1)
     params, inner, ema, last = select(ok, (moved, inner, ema, now), (params, opt.inner, opt.ema, opt.rate))
     one = jnp.float32(1)
-    sums = {'learning_rate': (now, one), 'gradient_norm': (norm, one), 'update_norm': (change, one),
+    sums = {'learning_rate': (now, one), 'gradient_norm': (size, one), 'update_norm': (change, one),
             'skipped_in_a_row': (skipped[0].astype(jnp.float32), one), 'skipped': (skipped[1].astype(jnp.float32), one)}
     return params, OptState(inner, ema, skipped, last, opt.joint), ok, sums
 
   return Optimizer(init, update)
+
+
+def norm(tree) -> jax.Array:
+  """The square root of the sum of squares of all arrays of a tree, as optax.tree.norm gives it.
+
+  That takes a GPU a kernel or two for each array, of some microseconds, however small. Here arrays are summed along
+  their rows alone, what is small is left as it is, and the sum of all that together is one. (Where arrays are split
+  over devices that would bring them together first.)
+  """
+  leaves = jax.tree.leaves(tree)
+  split = {axis for axis, size in jax.sharding.get_abstract_mesh().shape.items() if size > 1}
+  if split - {'data'}:
+    return optax.tree.norm(tree)
+  # a convolution's inputs lie side by side on a GPU, of a matrix the last axis does
+  squares = [jnp.square(x) if x.size <= SMALL else jnp.square(x).sum(-2 if x.ndim == 4 else -1) for x in leaves]
+  if not squares:
+    return jnp.float32(0)
+  # through the barrier, or the compiler sums each part by itself again
+  return jnp.sqrt(jax.lax.optimization_barrier(jnp.concatenate([x.ravel() for x in squares])).sum())
+
+
+def _clip_norm(grads, most):
+  """g most / |g| where |g| is more than `most` (Pascanu et al. 2013, algorithm 1), with `norm`, made once."""
+  size = norm(grads)
+  return jax.tree.map(lambda g: jnp.where(size < most, g, g / size * most), grads)
 
 
 def _bounded(o) -> bool:
@@ -210,7 +236,7 @@ def _bounded(o) -> bool:
 
 def _transformation(o) -> optax.GradientTransformation:
   """Everything but the rate."""
-  chain = [optax.clip_by_global_norm(o.clip)] if o.clip else []
+  chain = [optax.stateless(lambda g, _: _clip_norm(g, o.clip))] if o.clip else []
   chain += [optax.clip(o.clip_value)] if o.clip_value else []
   chain += [optax.stateless(lambda g, w: _by_path(lambda p, *x: _orthogonal(o, p, *x), g, w))] if o.orthograd else []
   kinds = {'first': _scaled(o, o.name, o), 'second': _scaled(o, o.second.name, o.second), 'frozen': optax.set_to_zero()}

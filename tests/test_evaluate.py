@@ -164,6 +164,23 @@ def test_films_lie_beside_pictures_and_in_tensorboard(toy_config, tmp_path, capl
   assert sorted(os.listdir(tmp_path / 'pictures')) == names[:2]
 
 
+@pytest.mark.parametrize('batch', [1, 8])
+def test_no_more_rows_are_drawn_than_there_are_pictures_of(toy_config, folder, batch):
+  toy_config.data.dir, toy_config.eval_pictures, toy_config.input.eval_batch_size = folder, 5, batch
+  drawn = []
+
+  def picture(outputs, rows):
+    assert {len(x) for x in jax.tree.leaves((outputs, rows))} == {len(rows['mask'])}
+    drawn.append(len(rows['mask']))
+    return {f'{sum(drawn)}_{i}_{kind}': film(1)[0] for i in range(len(rows['mask'])) for kind in ('still', 'other')}
+  mesh = meshes.make(ONE, jax.devices()[:1])
+  params = {'dense': {'kernel': np.full((4, 8), 0.1, np.float32), 'bias': np.full(8, 0.01, np.float32)}}
+  with jax.set_mesh(mesh):
+    pictures = evaluate.make(task_of(toy_config)._replace(picture=picture), toy_config, mesh, Ledger('', writes=False))(
+        params, {'error': np.float32(0)})[1]
+  assert len(pictures) == 5 and drawn == ([1, 1, 1] if batch == 1 else [5])
+
+
 def test_an_evaluation_elsewhere_leaves_the_workdir_s_own(toy_config, tmp_path):
   toy_config.total_steps = 5
   task = toy.make_task(toy_config)._replace(picture=lambda outputs, batch: {'moving': film(3)})

@@ -1,10 +1,12 @@
 """The optimizer against numbers derived by hand, and what happens to numbers that are not finite."""
 
 import json
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from lab import optim, train
@@ -42,6 +44,20 @@ def test_clipping_by_norm_and_a_zero_gradient(toy_config):
   assert float(sums['gradient_norm'][0]) == 5 and float(sums['update_norm'][0]) == pytest.approx(1)
   params, _, _ = apply(o, {'w': jnp.zeros(2)}, {'w': jnp.ones(2)})
   np.testing.assert_array_equal(params['w'], np.ones(2))
+
+
+@pytest.mark.parametrize('axes', [None, (8, 1, 1), (2, 4, 1)])
+def test_the_norm_is_optax_s_of_arrays_of_any_shape(axes):
+  rng = np.random.default_rng(0)
+  shapes = ((), (3,), (20_000,), (4, 7), (130, 150), (3, 3, 64, 40), (3, 3, 2, 5), (2, 90, 100))
+  tree = {str(i): jnp.asarray(rng.normal(0, 10.0**i, shape), jnp.float32) for i, shape in enumerate(shapes)}
+  exact = np.sqrt(sum(np.square(np.float64(x)).sum() for x in tree.values()))
+  mesh = jax.make_mesh(axes or (1, 1, 1), ('data', 'fsdp', 'tensor'), axis_types=(jax.sharding.AxisType.Auto,) * 3,
+                       devices=jax.devices()[:math.prod(axes or (1,))])
+  with jax.set_mesh(mesh):
+    np.testing.assert_allclose(jax.jit(optim.norm)(tree), exact, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(optax.tree.norm)(tree), exact, rtol=1e-6)
+    assert optim.norm({}) == 0 and jnp.isnan(optim.norm({'a': jnp.array([1, jnp.nan])}))
 
 
 def test_averaged_weights(toy_config):

@@ -187,7 +187,9 @@ def _is_affine(leaf) -> bool:
 
 
 def _round(network):
-  return jax.tree.map(lambda leaf: _cast(leaf) if _is_affine(leaf) else leaf, network, is_leaf=_is_affine)
+  """With rounded kernels, which the compiler may not make anew for each step, as it does where there is no loop."""
+  rounded = jax.tree.map(lambda leaf: _cast(leaf) if _is_affine(leaf) else leaf, network, is_leaf=_is_affine)
+  return jax.lax.optimization_barrier(rounded)
 
 
 def _split(network):

@@ -18,16 +18,19 @@ from absl import flags
 
 from lab import topology
 from lab.nn import activations, attention, kernels, losses, norms, short_attention
+from lab.systems.video import lstm
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_integer('calls', 20, 'Calls that are timed.', flag_values=FLAGS)
 LOGITS = (32_768, 50_304, 50_257)                                             # rows, columns, classes: GPT-2's
 NORMS = ((32_768, 768, False), (65_536, 256, True), (221_184, 128, True))     # rows, features, by root mean square
 HIDDEN = (32_768, 3_072)                                                      # rows, features
+CELLS = (2, 512, 2048)                                                        # heads, rows, units: a step of an LSTM
 HEADS = ((256, 128, 12, 64), (6_144, 16, 8, 16), (1_536, 24, 8, 32))          # rows, tokens, heads, features
 
 
-def main(argv: list[str], logits=LOGITS, shapes=NORMS, hidden=HIDDEN, heads=HEADS, interpret: bool = False) -> int:
+def main(argv: list[str], logits=LOGITS, shapes=NORMS, hidden=HIDDEN, heads=HEADS, cells=CELLS,
+         interpret: bool = False) -> int:
   """Prints the table and returns the exit code; interpret: for tests, without a GPU."""
   FLAGS(argv)
   kind, gpu = jax.devices()[0].device_kind, jax.devices()[0].platform == 'gpu'
@@ -37,7 +40,8 @@ def main(argv: list[str], logits=LOGITS, shapes=NORMS, hidden=HIDDEN, heads=HEAD
     return 2
   print(f'{kind}, jax {jax.__version__}\n{"":<40} {"plain":>8} {"kernel":>8} {"least":>8} difference')
   for name, plain, kernel, args in (*of_labels(*logits), *(row for shape in shapes for row in of_norms(*shape)),
-                                    of_activation(*hidden), *(row for shape in heads for row in of_attention(*shape))):
+                                    of_activation(*hidden), *(row for shape in heads for row in of_attention(*shape)),
+                                    of_lstm(*cells)):
     slow, wanted = timed(plain, args)
     fast, got = timed(functools.partial(kernel, interpret=interpret), args)
     moved = sum(a.nbytes for a in jax.tree.leaves((args, wanted)))
@@ -97,6 +101,19 @@ def of_attention(rows: int, tokens: int, heads: int, features: int):
   yield name, lambda *x: (plain(*x),), one, (q, k, v)
   yield (f'gradient of {name}', lambda *x: jax.vjp(plain, *x[:3])[1](x[3]),
          functools.partial(short_attention.gradient, causal=False), (q, k, v, slope))
+
+
+def of_lstm(heads: int, rows: int, units: int):
+  """(name, plain, kernel, arguments) of the gradient of an LSTM's step with peepholes, of several heads at once."""
+  c, to_h, to_c = (jax.random.normal(jax.random.key(i), (heads, rows, units)) for i in range(3))
+  gates = jax.random.normal(jax.random.key(3), (heads, rows, 4 * units)).astype(jnp.bfloat16)
+  vectors = jax.random.normal(jax.random.key(4), (heads, 3, units))
+
+  def gradient(*args, **more):
+    to_c, to_gates, shares = jax.vmap(functools.partial(lstm.gradient, **more))(*args)
+    return to_c, to_gates, shares.sum(1)
+  return (f"gradient of an LSTM's step {heads} x {rows} x {units}", jax.vmap(lstm._plain_gradient), gradient,
+          (c, gates, to_h, to_c, vectors))
 
 
 def timed(f, args):

@@ -46,7 +46,7 @@ def make(task: Task, config, mesh, ledger: Ledger) -> Callable[[Any, Any], tuple
       if task.score or draw:
         outputs = meshes.local(predict(params, stats, jax.random.fold_in(key, i), placed))
         outputs, batch = real_rows(outputs, batch, rows.speaks)
-        few = config.eval_pictures - len(pictures)      # a row makes one at least
+        few = config.eval_pictures - len(pictures)      # what makes a picture at all makes one of each row, or more
         if draw and few and len(batch['mask']):
           drawn = task.picture(*jax.tree.map(lambda x: x[:few], (outputs, batch)))
           pictures.update(itertools.islice(drawn.items(), few))

@@ -2,7 +2,8 @@
 
 The order of an update: frozen parameters leave; clip by norm, then by value; OrthoGrad; l2 decay; the optimizer's own
 scaling; clip the update; decoupled decay; times the rate and the group's factor; clip the step. An update with a loss,
-gradient or change that is not finite is skipped and counted. optax's own transformations wherever it has them.
+gradient or change that is not finite is skipped and counted. optax's own transformations wherever it has them, but
+for norms, of which a GPU would have a kernel for each array.
 
 Where gradients are finite and that settles it (BOUNDED), nothing waits for the change to be known: gradient, moments
 and parameters are then read once and written once, for on an accelerator this is bound by bytes.
@@ -182,11 +183,11 @@ def make(o, total_steps: int, rate: Callable[[Step, Joint], jax.Array] | None = 
     if o.frozen:      # before the norm: what does not learn has no say in it
       grads = _by_path(lambda p, g: jnp.zeros_like(g) if re.search(o.frozen, p) else g, grads)
     size, now = norm(grads), lr(step, opt.joint)
+    ok = jnp.isfinite(loss) & jnp.isfinite(size)
     updates, inner = tx.update(grads, opt.inner, params)
     updates = _by_path(lambda p, u: -now * _factor(o, p) * u, updates)
-    change = norm(updates)      # a finite gradient can still be scaled to an infinite update
-    ok = jnp.isfinite(loss) & jnp.isfinite(size)
-    ok = ok if bounded else ok & jnp.isfinite(change)
+    change = norm(updates)
+    ok = ok if bounded else ok & jnp.isfinite(change)      # a finite gradient can still be scaled to an infinite update
     if o.clip_step:      # after the test: a clipped infinity is finite
       updates = jax.tree.map(lambda u: jnp.clip(u, -o.clip_step, o.clip_step), updates)
       change = norm(updates)
@@ -205,16 +206,16 @@ def make(o, total_steps: int, rate: Callable[[Step, Joint], jax.Array] | None = 
 def norm(tree) -> jax.Array:
   """The square root of the sum of squares of all arrays of a tree, as optax.tree.norm gives it.
 
-  That takes a GPU a kernel or two for each array, of some microseconds, however small. Here arrays are summed along
-  their rows alone, what is small is left as it is, and the sum of all that together is one. (Where arrays are split
-  over devices that would bring them together first.)
+  That takes a GPU a kernel or two for each array, of some microseconds, however small. Here arrays are
+  summed along their rows alone, what is small is left as it is, and the sum of all that together is one. (Where arrays
+  are split over devices that would bring them together first.)
   """
-  leaves = jax.tree.leaves(tree)
   split = {axis for axis, size in jax.sharding.get_abstract_mesh().shape.items() if size > 1}
   if split - {'data'}:
     return optax.tree.norm(tree)
-  # a convolution's inputs lie side by side on a GPU, of a matrix the last axis does
-  squares = [jnp.square(x) if x.size <= SMALL else jnp.square(x).sum(-2 if x.ndim == 4 else -1) for x in leaves]
+  # a convolution's inputs lie side by side on a GPU, of a matrix its last axis
+  squares = [jnp.square(x) if x.size <= SMALL else jnp.square(x).sum(-2 if x.ndim == 4 else -1)
+             for x in jax.tree.leaves(tree)]
   if not squares:
     return jnp.float32(0)
   # through the barrier, or the compiler sums each part by itself again
@@ -222,9 +223,9 @@ def norm(tree) -> jax.Array:
 
 
 def _clip_norm(grads, most):
-  """g most / |g| where |g| is more than `most` (Pascanu et al. 2013, algorithm 1), with `norm`, made once."""
+  """g most / |g| where |g| is more than `most` (Pascanu et al. 2013, algorithm 1); XLA merges it with the other."""
   size = norm(grads)
-  return jax.tree.map(lambda g: jnp.where(size < most, g, g / size * most), grads)
+  return jax.tree.map(lambda g: jnp.where(size < most, g, g / size.astype(g.dtype) * most), grads)
 
 
 def _bounded(o) -> bool:

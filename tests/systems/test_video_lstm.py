@@ -56,6 +56,15 @@ def test_gates_of_half_precision_have_such_a_gradient_and_are_computed_with_in_f
   near((to_gates,), (exact[1],), 3e-3)
 
 
+@pytest.mark.parametrize('scale', [0.1, 1e-2, 1e-4])
+def test_near_zero_no_digits_are_lost(scale):
+  rows, shared = draw(SHAPES['odd'], scale=scale)
+  wanted = derived(shared, *rows)
+  *arrays, shares = lstm.gradient(*rows, *shared, interpret=True)
+  near((*arrays, shares.sum(0)), wanted, 2e-6)
+  near(lstm._plain_gradient(*rows, *shared), wanted, 1e-6)
+
+
 def test_far_gates_have_no_gradient_and_nothing_is_nan():
   rows, shared = draw(SHAPES['few'], scale=1e3)
   for found in (lstm._plain_gradient(*rows, *shared), lstm.gradient(*rows, *shared, interpret=True)):
@@ -76,10 +85,11 @@ def test_a_gpu_takes_the_kernel_of_two_heads_at_once_too(gpu):      # noqa: F811
   near([x[0] for x in both], made, 1e-6)
 
 
-def test_the_kernel_compiles_for_a_gpu_as_far_as_that_goes_without_one():
-  cell, gates = ((2, 512, 2048), jnp.float32), ((2, 512, 8192), jnp.bfloat16)
-  text = lowered(jax.vmap(lstm.gradient), cell, gates, cell, cell, ((2, 3, 2048), jnp.float32))
-  assert text.count('__gpu$xla.gpu.triton') == 1
+@pytest.mark.parametrize('width, peepholes', [(2048, True), (129, False)])
+def test_the_kernel_compiles_for_a_gpu_as_far_as_that_goes_without_one(width, peepholes):
+  cell, gates = ((2, 512, width), jnp.float32), ((2, 512, 4 * width), jnp.bfloat16)
+  vectors = [((2, 3, width), jnp.float32)] * peepholes
+  assert lowered(jax.vmap(lstm.gradient), cell, gates, cell, cell, *vectors).count('__gpu$xla.gpu.triton') == 1
 
 
 def test_devices_of_a_mesh_work_on_their_own_rows(gpu):      # noqa: F811

@@ -1,7 +1,7 @@
 """Recurrent cells, and layers of them over time, as pure functions over trees of parameters.
 
-Products are rounded to the layer's dtype and come back as float32 (lab/systems/video/products.py); gates, carries and
-everything else are float32. Maps are channels-last.
+Products are rounded to the layer's dtype and come back as float32 (lab/systems/video/products.py); gates are rounded
+before a cell gets them, carries and everything else are float32. Maps are channels-last.
 
 A gate's parameters are side by side on the last axis: i, f, g, o of an LSTM; r, z, n of a GRU.
 """
@@ -67,7 +67,7 @@ def long_short(vectors: dict, carry: Carry, gates: jax.Array) -> Carry:
   return lstm.step(peepholes, carry[1], gates)
 
 
-@functools.partial(jax.checkpoint, prevent_cse=False)
+@jax.checkpoint      # in an unrolled loop too, so it may not be taken for what was there before
 def gru(vectors: dict, carry: Carry, seen: jax.Array, recalled: jax.Array) -> Carry:
   """r, z sigmoid; n = tanh(x_n + r (U_n h + b)), h' = (1 - z) n + z h (Cho et al. 2014, arXiv 1406.1078).
 
@@ -83,7 +83,7 @@ def gru(vectors: dict, carry: Carry, seen: jax.Array, recalled: jax.Array) -> Ca
 
 
 class Cell(NamedTuple):
-  """(vectors, carry, gates) -> carry; how many gates it has, and arrays its carry.
+  """(vectors, carry, gates in the layer's dtype) -> carry; how many gates it has, and arrays its carry.
 
   Whether the input's part of the gates and the state's are added to each other, or come one after the other.
   """

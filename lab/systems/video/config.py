@@ -60,8 +60,8 @@ def _network(config) -> None:
                                  # layers)
       'init': 'default',         # default (Glorot; recurrent orthogonal) or uniform (+-.01, peepholes +-.1, biases 0)
       'fuse_input': True,        # inputs of all steps in one product where they are known before
-      'unroll': 1,               # steps of time an iteration of the loops over them; all of them are faster on a GPU,
-                                 # and take longer to compile
+      'unroll': 1,               # steps of time an iteration of the loops over them; as many as there are, or more,
+                                 # are faster on a GPU, and take longer to compile
       'dtype': 'bfloat16',       # of products, but a deconv readout's; parameters, cell states, logits and loss are
                                  # float32
       # simvp reads heads, dtype and these alone; a key that the chosen network does not read must stay as it is

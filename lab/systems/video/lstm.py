@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from lab.nn import kernels
+from lab.systems.video.products import row as _row
 
 COLUMNS, ROWS = 128, 16      # of a tile; powers of two, as all sizes in Triton
 
@@ -48,18 +49,14 @@ def _backward(kept, slopes):
 step.defvjp(_forward, _backward)
 
 
-def _row(vector, like):
-  return vector.reshape((1,) * (like.ndim - 1) + (-1,))
-
-
-def _slopes(c, i, f, g, o, to_h, to_c, peepholes=None):
+def _slopes(sigmoid, tanh, c, i, f, g, o, to_h, to_c, peepholes=None):
   """The gradients of c and of the gates before they are squashed, and the cell after the step: all f32[..., W]."""
   if peepholes is not None:
     i, f = i + peepholes[0] * c, f + peepholes[1] * c
-  i, f, g = _sigmoid(i), _sigmoid(f), _tanh(g)
+  i, f, g = sigmoid(i), sigmoid(f), tanh(g)
   after = f * c + i * g
-  o = _sigmoid(o if peepholes is None else o + peepholes[2] * after)
-  out = _tanh(after)
+  o = sigmoid(o if peepholes is None else o + peepholes[2] * after)
+  out = tanh(after)
   to_o = to_h * out * o * (1 - o)
   to_c = to_c + to_h * o * (1 - out * out)
   if peepholes is not None:
@@ -72,16 +69,21 @@ def _slopes(c, i, f, g, o, to_h, to_c, peepholes=None):
 
 
 def _sigmoid(x):
+  """By a power of two, which a GPU has."""
   return 1 / (1 + jnp.exp2(-kernels.LOG2_E * x))
 
 
 def _tanh(x):
-  return 2 * _sigmoid(2 * x) - 1
+  """By `_sigmoid`, and near 0, where that would be a difference of near numbers, by its series (to 1e-7)."""
+  square = x * x
+  return jnp.where(square < 1 / 64, x * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315)))),
+                   2 * _sigmoid(2 * x) - 1)
 
 
 def _plain_gradient(c, gates, to_h, to_c, peepholes=None):
   rows = None if peepholes is None else [_row(each, c) for each in peepholes]
-  to_c, parts, after = _slopes(c, *jnp.split(gates.astype(jnp.float32), 4, -1), to_h, to_c, rows)
+  gates_of = jnp.split(gates.astype(jnp.float32), 4, -1)
+  to_c, parts, after = _slopes(jax.nn.sigmoid, jnp.tanh, c, *gates_of, to_h, to_c, rows)
   found = to_c, jnp.concatenate(parts, -1).astype(gates.dtype)
   if peepholes is None:
     return found
@@ -128,7 +130,8 @@ def _gradient(c_of, gates_of, to_h_of, to_c_of, *refs, rows, width, programs, di
     def write(ref, value, part=0):
       triton.store(ref.at[place(part)], value.astype(ref.dtype), mask=inside)
     c = read(c_of)
-    to_c, parts, after = _slopes(c, *(read(gates_of, part) for part in range(4)), read(to_h_of), read(to_c_of), vectors)
+    to_c, parts, after = _slopes(_sigmoid, _tanh, c, *(read(gates_of, part) for part in range(4)), read(to_h_of),
+                                 read(to_c_of), vectors)
     write(to_old, to_c)
     for part, value in enumerate(parts):
       write(to_gates, value, part)

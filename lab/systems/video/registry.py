@@ -135,8 +135,8 @@ def _check_seq2frames(config) -> None:
   for key in ('encoder', 'head', 'embed_widths'):
     if not config.model[key] or any(type(w) is not int or w < 1 for w in config.model[key]):
       raise ConfigError(f'config.model.{key} = {config.model[key]}: expected a width for each layer, at least one')
-  if config.model.unroll < 1:
-    raise ConfigError(f'config.model.unroll = {config.model.unroll}: expected at least 1')
+  if type(config.model.unroll) is not int or config.model.unroll < 1:
+    raise ConfigError(f'config.model.unroll = {config.model.unroll}: expected a whole number, at least 1')
   _check_embed(config.model, config.video.size)
   _check_readout(config.model, config.video.size)
   _check_handover(config.model)

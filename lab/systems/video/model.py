@@ -258,8 +258,9 @@ class Head(nn.Module):
     if truth is not None:
       use = jnp.ones(truth.shape[:2], bool) if use is None else use
       true = truth[:, :steps], jnp.roll(use[:, :steps], -1, 1)      # a frame, and whether it is fed to the next step
-    _, made = products.over_time(feed_frame, steps, m.unroll, (layers, weights, readout), state, true)
-    return made
+    _, (logits, tops) = products.over_time(feed_frame, steps, m.unroll, (layers, weights, readout), state, true)
+    # of an unrolled loop the frames are put side by side once, not in everything that is made of them
+    return jax.lax.optimization_barrier(logits), tops
 
   def _start(self, states: tuple) -> tuple[cells.Carry, ...]:
     """The carries at the start, of the encoder's and zeros, as config.model.handover says."""

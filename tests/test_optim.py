@@ -46,6 +46,19 @@ def test_clipping_by_norm_and_a_zero_gradient(toy_config):
   np.testing.assert_array_equal(params['w'], np.ones(2))
 
 
+@pytest.mark.parametrize('changes', [{'name': 'adamw', 'decay': 0.1, 'clip': 0.5}, {'name': 'lion'}, {'name': 'muon'}])
+def test_a_change_that_is_made_twice_for_a_gpu_is_the_same(toy_config, monkeypatch, changes):
+  params = {'w': jnp.linspace(-1, 1, 12).reshape(3, 4), 'b': jnp.arange(4.0)}
+  grads = jax.tree.map(lambda x: jnp.cos(7 * x), params)
+  config = section(toy_config, learning_rate=0.1, **changes)
+  barriers = lambda: jax.jit(lambda *x: apply(config, *x)).lower(grads, params).as_text().count('optimization_barrier')
+  once, few = apply(config, grads, params, steps=3), barriers()
+  monkeypatch.setattr(optim.target, 'platform', lambda: 'gpu')
+  assert (barriers() > few) == (changes['name'] == 'adamw')
+  for a, b in zip(jax.tree.leaves(once), jax.tree.leaves(apply(config, grads, params, steps=3)), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize('axes', [None, (8, 1, 1), (2, 4, 1)])
 def test_the_norm_is_optax_s_of_arrays_of_any_shape(axes):
   rng = np.random.default_rng(0)

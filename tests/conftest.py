@@ -1,5 +1,6 @@
 """Tests run on eight fake CPU devices; compiled programs are kept outside the clone."""
 
+import gc
 import importlib.metadata
 import os
 import sys
@@ -29,6 +30,9 @@ import jax
 import pytest
 
 from tests import toy
+
+# nearly everything stays to the end, programs above all: to look through it for garbage took a tenth of the time
+gc.set_threshold(50_000, 10, 10)
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 jax.config.update('jax_numpy_rank_promotion', 'raise')

@@ -79,7 +79,8 @@ def test_the_buckets_of_a_run_killed_and_resumed_add_up_to_its_wall_time(toy_con
   found = summary(str(tmp_path))
   assert set(found['seconds']) == set(BUCKETS)
   assert sum(found['seconds'].values()) == pytest.approx(found['wall_s'], rel=0.01)
-  assert found['wall_s'] == pytest.approx(ended - began, rel=0.01, abs=0.1)
+  # what a run does after its last line is not in it, however long a busy machine takes for that
+  assert 0.5 * (ended - began) < found['wall_s'] <= ended - began + 0.01
   assert found['starts'] == 2 and found['lost_steps'] == 5 and found['seconds']['lost'] > 0
   assert found['peak'] > 1 << 26               # the whole process: fake devices keep no statistics
   assert found['compilations'] == 4            # step and evaluation, in two processes

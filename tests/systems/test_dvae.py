@@ -264,6 +264,8 @@ def test_the_sequence_layout_learns_and_draws_whatever_it_says():
       outputs['cells'], canvas.NEWLINE)):
     made = {**outputs, 'cells': cells}
     assert len(list(show.records(config, made, rows))) == len(show.picture(config, made, rows)) == 6
+    named = show.picture(config, made, {**rows, 'record': np.arange(10, 16)})      # of an evaluation, batch by batch
+    assert list(named) == [f'0000{n}' for n in range(10, 16)]
   truth = {**outputs, 'cells': outputs['tokens']}
   assert all(r['exact'] and r['right'] == r['cells'] == r['height'] * r['width']
              for r in show.records(config, truth, rows))

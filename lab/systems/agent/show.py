@@ -111,12 +111,12 @@ def auc(scores: np.ndarray, labels: np.ndarray) -> float | None:
 def picture(config, outputs, batch):
   """name -> text: nodes of each level beside what their vectors say, of an evaluation a few; or the way between two."""
   drawn, verb = {}, config.predict.verb if 'name' in batch else 'rebuild'
-  for i in range(len(batch['mask'])):
+  for i, number in enumerate(batch.get('record', range(len(batch['mask'])))):
     if verb == 'rebuild':
-      drawn[f'{i:06d}'] = '\n'.join(_beside(config, outputs, batch, i, None if 'name' in batch else SHOWN))
+      drawn[f'{number:06d}'] = '\n'.join(_beside(config, outputs, batch, i, None if 'name' in batch else SHOWN))
     elif verb in ('interpolate', 'decode', 'generate'):
       found = _predicted(config, outputs, batch, i)
-      drawn[f'{i:06d}'] = '\n'.join(found.get('texts', []) or [found['text']])
+      drawn[f'{number:06d}'] = '\n'.join(found.get('texts', []) or [found['text']])
   return drawn
 
 

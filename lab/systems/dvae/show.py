@@ -72,13 +72,13 @@ def _columns(config, found, i):
 def picture(config, outputs, batch):
   """name -> u8[H, W, 3]: grid, codes and rebuilt grid side by side; or the grids from one to another."""
   layout, found, m = config.data.layout, {}, config.model
-  for i in range(len(batch['mask'])):
+  for i, number in enumerate(batch.get('record', range(len(batch['mask'])))):
     if 'between' in outputs:
-      found[f'{i:06d}'] = pictures.strip([canvas.grid_of(x, layout) for x in outputs['between'][i]])
+      found[f'{number:06d}'] = pictures.strip([canvas.grid_of(x, layout) for x in outputs['between'][i]])
       continue
     codes = outputs['codes'][i] if 'codes' in outputs else batch['codes'][i] if 'codes' in batch else None
     rebuilt = _drawn(outputs['cells'][i], layout)
     truth = _drawn(outputs['tokens'][i], layout) if 'tokens' in outputs else rebuilt
-    found[f'{i:06d}'] = pictures.panel(truth, codes, rebuilt, count=m.codes,
-                                       columns=_columns(config, outputs if 'tokens' in outputs else batch, i))
+    found[f'{number:06d}'] = pictures.panel(truth, codes, rebuilt, count=m.codes,
+                                            columns=_columns(config, outputs if 'tokens' in outputs else batch, i))
   return found

@@ -2,7 +2,7 @@
 
   launch/run.sh --config=configs/dvae.py --workdir=runs/dvae
       the ARC-AGI-1 grids of at most 10 x 10 cells, 20 codes of 64 and a header (176 bits) a grid; 2 CPU cores,
-      1.3 minutes: 81 % of unseen grids exact, 96 % of their cells right
+      1.3 minutes: 80 % of unseen grids exact, 96 % of their cells right
   launch/run.sh --config=configs/dvae.py:full --workdir=runs/dvae-full --config.data.dir=data/arc
       all sizes, 118 codes of 256 and a header (1,139 bits), for an accelerator: 92 % exact, 97 % of the cells
   launch/run.sh --config=configs/dvae.py:dalle --workdir=runs/dvae-dalle --config.data.dir=data/arc

@@ -24,6 +24,7 @@ SAMPLE = os.path.join(os.path.dirname(__file__), 'samples', 'arc')
 OUTSIDE = 255                # in an example, the cells that are not the grid's
 _NUMBERS = ('height', 'width', 'pair', 'is_input', 'is_test')
 _SHARD_RECORDS = 1000        # a shard, where --shards allows as many
+_NAMED = 20                  # grids that are too large, of each split; of the others the number is told
 
 
 class Leak(NamedTuple):
@@ -46,7 +47,7 @@ def prepare(raw_dir: str, out_dir: str, *, shards: int = 64, side: int = 30, lea
   """Writes the grids of a file or folder of tasks: (prepared folder, report), or DataError naming file and task.
 
   Args:
-    side: of a grid, at most; larger ones are left out and counted.
+    side: of a grid, at most; larger ones are left out and counted, and the first ones named.
     leaks: what becomes of a task of train that is one of evaluation: 'drop', 'keep' or 'refuse' (a DataError).
     invariant: whether symmetries and other colours hide no leak.
   """
@@ -126,13 +127,17 @@ def _leaked(train: Sequence[arc_raw.File], evaluation: Sequence[arc_raw.Task],
 
 
 def _count(tasks: Iterable[arc_raw.Task], side: int) -> dict[str, int]:
-  facts = dict.fromkeys(('grids', 'tasks', 'pairs', 'left_out', 'largest_side'), 0)
+  facts = dict.fromkeys(('grids', 'tasks', 'pairs', 'left_out', 'largest_side'), 0) | {'left_out_first': []}
   for task in tasks:
     fits = [len(_fitting(pair, side)) for pair in task.pairs]
     facts['grids'] += sum(fits)
     facts['tasks'] += any(fits)
     facts['pairs'] += sum(map(bool, fits))
-    facts['left_out'] += sum(len(_grids(pair)) for pair in task.pairs) - sum(fits)
+    name = f'{os.path.basename(task.file.path)}: task {task.id}'
+    large = [f'{name}, {pair.part} pair {pair.number}: {g.shape[0]} x {g.shape[1]}'
+             for pair in task.pairs for g in _grids(pair) if max(g.shape) > side]
+    facts['left_out'] += len(large)
+    facts['left_out_first'] += large[:_NAMED - len(facts['left_out_first'])]
     sides = [max(g.shape) for pair in task.pairs for _, g in _fitting(pair, side)]
     facts['largest_side'] = max([facts['largest_side'], *sides])
   return facts

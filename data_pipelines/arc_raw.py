@@ -1,16 +1,18 @@
 """ARC tasks as they are published (Chollet 2019, arXiv 1911.01547): JSON, checked row by row.
 
   .json    one task {"train": [{"input": GRID, "output": GRID}...], "test": [...]}, whose id is the file's stem; or
-           several, {ID: task}
+           its examples alone, [{"input": GRID, "output": GRID}...] (re-arc); or several, {ID: task}
   .jsonl   a task a line; its id is its "task_id", or else STEM#LINE
 
 In place of "train" and "test" a task may have "examples", of which each may also be [GRID, GRID] (re-arc, BARC). A GRID
-is a list of rows of colours 0 to 9. A pair of "test" may lack its output. Each file may be compressed, with .gz behind
-its name.
+is a list of rows of colours 0 to 9. A pair of "test" may lack its output, or have null in its place. Each file may be
+compressed, with .gz behind its name. No tasks are in what comes beside them: re-arc's metadata.json, and
+sample_submission.json and ..._solutions.json of Kaggle's competitions.
 
 The split of a file hangs on its name, or else that of the nearest folder on the way to it, --raw_dir included, that
-says one: 'evaluation' if it contains evaluation, or is valid, validation, val or test, with a number behind it or not;
-'train' if it contains training, or is train. Where none says one, it is 'train'.
+says one: 'evaluation' if it contains evaluation, or is valid, validation, val or test, with a number behind it or not,
+or is a file that has one of these words between - and _; else 'train' if it contains training, or is train. Where none
+says one, it is 'train'.
 """
 
 import collections
@@ -24,13 +26,16 @@ from typing import Any, Iterable, Iterator, NamedTuple
 
 import numpy as np
 
-from data_pipelines import DataError
+from data_pipelines import DataError, folders
 
 SPLITS = ('train', 'evaluation')
 SUFFIXES = ('.json', '.jsonl', '.json.gz', '.jsonl.gz')
 COLOURS = 10
 BYTES_MAX = 256 << 20      # of a JSON text, which is parsed whole; larger ones are refused
-_SPLIT = re.compile(r'(evaluation|^(?:valid|validation|val|test)[-_.]?\d*$)|training|^train[-_.]?\d*$')
+_HELD_OUT = re.compile(r'evaluation|^(?:valid|validation|val|test)[-_.]?\d*$')
+_HELD_OUT_FILE = re.compile(r'(?:^|[-_])(?:valid|validation|val|test)(?:$|[-_])')
+_TRAIN = re.compile(r'training|^train[-_.]?\d*$')
+_COMPANION = re.compile(r'metadata|sample_submission|.*_solutions')
 _PARTS = ('train', 'test', 'examples')
 
 
@@ -62,25 +67,34 @@ class Task(NamedTuple):
 def files(raw_dir: str) -> tuple[list[File], list[str]]:
   """The files of tasks of a folder and its folders, or one file, in the order of their names; and files of other kinds.
 
-  Raises DataError where there is no file of tasks.
+  Raises DataError where there is no file of tasks, and as folders.files does.
   """
   if os.path.isfile(raw_dir):
     top, found = os.path.dirname(raw_dir), [raw_dir]
   else:
-    top, found = raw_dir, sorted(os.path.join(where, name) for where, _, names in os.walk(raw_dir) for name in names)
-  paths = [p for p in found if p.lower().endswith(SUFFIXES) and not os.path.basename(p).startswith('.')]
+    top, found = raw_dir, folders.files(raw_dir)
+  paths = [p for p in found if p.lower().endswith(SUFFIXES) and not os.path.basename(p).startswith('.')
+           and (p == raw_dir or not _COMPANION.fullmatch(_stem(os.path.basename(p))))]
   if not paths:
     raise DataError(f'{raw_dir}: no ARC tasks there; expected {", ".join(SUFFIXES)}')
   return [_file(p, os.path.relpath(p, top), top) for p in paths], [p for p in found if p not in set(paths)]
 
 
 def _file(path: str, name: str, top: str) -> File:
-  *folders, last = name.split(os.sep)
-  stem = last[:-len(max((s for s in SUFFIXES if last.lower().endswith(s)), key=len))]
-  words = [w.lower() for w in (os.path.basename(os.path.abspath(top)), *folders, stem)]
-  said = [bool(m[1]) for m in map(_SPLIT.search, reversed(words)) if m]      # the name itself, then its folders
-  held_out = said[0] if said else False
-  return File(path, stem, SPLITS[held_out], folders[0] if folders else stem)
+  *above, last = name.split(os.sep)
+  stem = _stem(last)
+  split = 'evaluation' if _HELD_OUT_FILE.search(stem.lower()) else ''
+  for word in (stem, *reversed(above), os.path.basename(os.path.abspath(top))):      # the name itself, then its folders
+    split = split or _said(word.lower())
+  return File(path, stem, split or 'train', above[0] if above else stem)
+
+
+def _stem(name: str) -> str:
+  return name[:-len(max((s for s in SUFFIXES if name.lower().endswith(s)), key=len))]
+
+
+def _said(word: str) -> str:
+  return 'evaluation' if _HELD_OUT.search(word) else 'train' if _TRAIN.search(word) else ''
 
 
 def read(found: Iterable[File]) -> Iterator[Task]:
@@ -119,6 +133,7 @@ def values(path: str) -> Iterator[tuple[str, int, Any]]:
   can't be read.
   """
   by_line = path.lower().endswith(('.jsonl', '.jsonl.gz'))
+  folders.regular(path)
   try:
     with gzip.open(path, 'rb') if path.lower().endswith('.gz') else open(path, 'rb') as f:
       texts = iter(functools.partial(f.readline, BYTES_MAX + 1), b'') if by_line else [f.read(BYTES_MAX + 1)]
@@ -143,8 +158,10 @@ def parse(text: bytes | str, where: str) -> Any:
     return DataError(f'{where}: byte {e.start} ({text[e.start]:#04x}) is not UTF-8')
   except json.JSONDecodeError as e:
     return DataError(f'{where}: no JSON, or cut off: {e.msg}, line {e.lineno}, column {e.colno}')
-  except (ValueError, RecursionError) as e:
-    return DataError(f'{where}: {e if isinstance(e, ValueError) else "nested too deeply"}')
+  except RecursionError:
+    return DataError(f'{where}: nested too deeply')
+  except ValueError as e:
+    return DataError(f'{where}: {"a number of thousands of digits" if "digits" in str(e) else e}')
 
 
 def _once(members: list[tuple[str, Any]]) -> dict:
@@ -164,14 +181,23 @@ def _entries(file: File, where: str, line: int, value: Any) -> Iterator[tuple[st
     if not isinstance(name, str):
       raise DataError(f'{where}: "task_id" is {_short(name)}, expected a text')
     yield name, 'task_id' in value, value
-  elif isinstance(value, dict) and any(isinstance(value.get(k), list) for k in _PARTS):
+  elif _is_task(value):
+    if lost := [k for k in value if k not in _PARTS and _is_task(value[k])]:
+      raise DataError(f'{where}: a task itself, and with {_quoted(lost[0])} a task in it, which would be lost; write '
+                      'them as {ID: task}')
     yield file.stem, True, value
+  elif not line and isinstance(value, list) and value and all(isinstance(x, dict) and 'input' in x for x in value):
+    yield file.stem, True, {'examples': value}
   elif isinstance(value, dict) and value:
     yield from ((name, True, found) for name, found in value.items())
   else:
     raise DataError(f'{where}: no task; expected {{"train": [...], "test": [...]}}'
                     + ' or {"examples": [...]}' * bool(line) + ' or several, {ID: task}' * (not line)
                     + f', found {_short(value)}')
+
+
+def _is_task(value: Any) -> bool:
+  return isinstance(value, dict) and any(isinstance(value.get(k), list) for k in _PARTS)
 
 
 def _task(file: File, where: str, name: str, named: bool, found: Any) -> Task:
@@ -181,6 +207,11 @@ def _task(file: File, where: str, name: str, named: bool, found: Any) -> Task:
   parts = [k for k in _PARTS if k in found] if isinstance(found, dict) else []
   if not parts or not all(isinstance(found[k], list) for k in parts):
     raise DataError(f'{where}: no lists "train" and "test" or "examples" of pairs, but {_short(found)}')
+  for key in found:
+    if key not in _PARTS and isinstance(found[key], list) and any(isinstance(x, dict) and 'input' in x
+                                                                  for x in found[key]):
+      raise DataError(f'{where}: a list {_quoted(key)} of pairs, which nothing reads; expected "train", "test" or '
+                      '"examples"')
   pairs = tuple(_pair(pair, part, n, where) for part in parts for n, pair in enumerate(found[part], 1))
   if not pairs:
     raise DataError(f'{where}: it has no pair')
@@ -193,7 +224,8 @@ def _pair(found: Any, part: str, number: int, where: str) -> Pair:
     found = dict(zip(('input', 'output'), found))
   if not isinstance(found, dict) or 'input' not in found or 'output' not in found and part != 'test':
     raise DataError(f'{where}: no "input" and "output", but {_short(found)}')
-  output = grid(found['output'], f'{where}, output') if 'output' in found else None
+  told = part != 'test' or found.get('output') is not None
+  output = grid(found['output'], f'{where}, output') if told else None
   return Pair(grid(found['input'], f'{where}, input'), output, part, number)
 
 
@@ -214,9 +246,13 @@ def grid(rows: Any, where: str) -> np.ndarray:
   return np.array(rows, np.uint8)
 
 
+def _quoted(key: str) -> str:
+  return repr(key)[:40]
+
+
 def _short(value: Any) -> str:
   if isinstance(value, dict):
-    return 'an object with ' + (', '.join(repr(k)[:40] for k in list(value)[:4]) or 'no key')
+    return 'an object with ' + (', '.join(_quoted(k) for k in list(value)[:4]) or 'no key')
   if isinstance(value, list):
     return f'a list of {len(value)}'
   return json.dumps(value)[:40]

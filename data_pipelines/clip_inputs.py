@@ -6,7 +6,7 @@ from typing import Any, Callable, Iterator
 
 import numpy as np
 
-from data_pipelines import DataError, clips as arrays, films, images
+from data_pipelines import DataError, clips as arrays, films, folders, images
 
 FILMS = (*films.CODECS, '.mkv', '.webm', '.mpg', '.mpeg')      # looked for in a folder
 ARRAYS = ('.npy', '.npz')                                      # .npz to be told what to do with it
@@ -57,8 +57,8 @@ def _listed(source: str) -> list[tuple[str, str]]:
     if not os.path.isfile(source):
       raise DataError(f'{source}: no such file or folder; name a .npy array, a film, or a folder of them')
     return [(source, os.path.splitext(os.path.basename(source))[0])]
-  found = sorted(os.path.relpath(os.path.join(folder, name), source) for folder, _, names in os.walk(source)
-                 for name in names if name.lower().endswith(ARRAYS + FILMS) and not name.startswith('.'))
+  found = [os.path.relpath(path, source) for path in folders.files(source)
+           if path.lower().endswith(ARRAYS + FILMS) and not os.path.basename(path).startswith('.')]
   if not found:
     raise DataError(f'{source}: no array and no film in this folder; known suffixes are {" ".join((*ARRAYS, *FILMS))}')
   stems = [os.path.splitext(name)[0] for name in found]

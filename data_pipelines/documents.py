@@ -16,7 +16,7 @@ import os
 import re
 from typing import Callable, Iterable, Iterator, NamedTuple, Sequence
 
-from data_pipelines import DataError
+from data_pipelines import DataError, folders
 
 SPLITS = ('train', 'validation', 'test')
 TEXT = ('.txt', '.raw', '.tokens')
@@ -48,6 +48,7 @@ def lines(path: str) -> Iterator[tuple[int, str]]:
   A byte order mark is left out. Raises DataError naming file, line and byte where that is no UTF-8.
   """
   at = 0
+  folders.regular(path)
   try:
     with open(path, 'rb') as f:
       for number, line in enumerate(iter(functools.partial(f.readline, BYTES_MAX + 1), b''), 1):
@@ -69,12 +70,12 @@ def files(raw_dir: str, kinds: Sequence[str] = (*TEXT, '.jsonl')) -> tuple[dict[
   """The text files of a folder and its folders, or one file: (path -> split named, or ''), and files of other kinds.
 
   `kinds` are the ends of names of text files. Paths are in the order of their names. Raises DataError where there is no
-  text file.
+  text file, and as folders.files does.
   """
   if os.path.isfile(raw_dir):
     found = [raw_dir]
   else:
-    found = sorted(os.path.join(where, name) for where, _, names in os.walk(raw_dir) for name in names)
+    found = folders.files(raw_dir)
   texts = {p: _named(os.path.relpath(p, raw_dir) if p != raw_dir else os.path.basename(p)) for p in found
            if os.path.splitext(p)[1].lower() in kinds and not os.path.basename(p).startswith('.')}
   if not texts:

@@ -89,7 +89,7 @@ def _label(file: arc_raw.File, line: int) -> str:
 
 def _rebuilt(source: str, side: int) -> Iterator[_Named | DataError]:
   for file, where, line, value in _values(source):
-    if isinstance(value, list):
+    if isinstance(value, list) and not (value and isinstance(value[0], dict)):
       yield _tried(lambda: (_label(file, line), _canvas(arc_raw.grid(value, where), side, where)))
       continue
     for task in arc_raw.told(file, where, line, value):

@@ -16,7 +16,7 @@ from typing import Callable, Iterator, NamedTuple, Sequence
 
 import numpy as np
 
-from data_pipelines import DataError
+from data_pipelines import DataError, folders
 
 SUFFIXES = ('.jpg', '.jpeg', '.png', '.webp', '.bmp', '.tif', '.tiff', '.gif', '.ppm', '.pgm')
 PIXELS_MAX = 80_000_000           # of a picture; more is refused before it is decoded (240 MB as RGB)
@@ -103,11 +103,10 @@ def list_inputs(path: str) -> Inputs:
   if path.isdecimal() and not os.path.exists(path):
     return Inputs('camera', (path,))
   if os.path.isdir(path):
-    names = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names
-             if name.lower().endswith(SUFFIXES) and not name.startswith('.')]
+    names = [p for p in folders.files(path) if p.lower().endswith(SUFFIXES) and not os.path.basename(p).startswith('.')]
     if not names:
       raise DataError(f'{path}: no picture in this folder; known suffixes are {" ".join(SUFFIXES)}')
-    return Inputs('pictures', tuple(sorted(names)))
+    return Inputs('pictures', tuple(names))
   if not os.path.isfile(path):
     raise DataError(f'{path}: no such file or folder; name a picture, a folder, a film or the number of a camera')
   return Inputs('pictures' if path.lower().endswith(SUFFIXES) else 'film', (path,))

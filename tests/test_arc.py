@@ -166,9 +166,10 @@ def test_records_are_the_grids(tmp_path, capsys):
           {'input': A}]}, 'evaluation.json': {'e': OTHER}})
   code, report = make(capsys, raw, tmp_path / 'out', '--shards=2')
   assert code == 0 and report['splits'] == {
-      'train': {'grids': 8, 'tasks': 2, 'pairs': 5, 'left_out': 3, 'largest_side': 3},
-      'evaluation': {'grids': 3, 'tasks': 1, 'pairs': 2, 'left_out': 0, 'largest_side': 3, 'in_train': 3,
-                     'alike_in_train': 3}}
+      'train': {'grids': 8, 'tasks': 2, 'pairs': 5, 'left_out': 3, 'largest_side': 3, 'left_out_first': [
+          f'b.json: task b, train pair {n}: 1 x 31' for n in (1, 2, 2)]},
+      'evaluation': {'grids': 3, 'tasks': 1, 'pairs': 2, 'left_out': 0, 'largest_side': 3, 'left_out_first': [],
+                     'in_train': 3, 'alike_in_train': 3}}
   folder = str(tmp_path / 'out' / arc.NAME / arc.VERSION)
   keys = ('grid', 'task', 'dataset', 'pair', 'is_input', 'is_test')
   assert [tuple(r[k] for k in keys) for r in records(folder, 'train')] == [
@@ -181,7 +182,7 @@ def test_records_are_the_grids(tmp_path, capsys):
   assert make(capsys, raw, tmp_path / 'out', '--shards=2')[0] == 0              # the same: the same folder
   assert make(capsys, raw, tmp_path / 'out', '--side=31')[0] == 3
   assert make(capsys, raw, tmp_path / 'out2', '--side=31')[1]['splits']['train'] == {
-      'grids': 11, 'tasks': 2, 'pairs': 6, 'left_out': 0, 'largest_side': 31}
+      'grids': 11, 'tasks': 2, 'pairs': 6, 'left_out': 0, 'largest_side': 31, 'left_out_first': []}
   code, err = make(capsys, raw, tmp_path / 'out3', '--side=0')
   assert code == 2 and '--side=0' in err
   assert make(capsys, os.path.join(raw, 'a.json'), tmp_path / 'out4')[1]['splits'].keys() == {'train'}
@@ -331,8 +332,8 @@ def test_published_tasks(tmp_path, capsys):
                                         ('turned', '00576224', 'symmetry')]
   # 1363 + 419 pairs of two grids
   assert report['splits']['train']['tasks'] == 399 and report['splits']['evaluation'] == {
-      'grids': 3564, 'tasks': 400, 'pairs': 1782, 'left_out': 0, 'largest_side': 30, 'in_train': 41,
-      'alike_in_train': 208}
+      'grids': 3564, 'tasks': 400, 'pairs': 1782, 'left_out': 0, 'largest_side': 30, 'left_out_first': [],
+      'in_train': 41, 'alike_in_train': 208}
   found = examples(arc.source(str(tmp_path / 'out'), 'evaluation', side=30), size=512, train=False)
   assert len(found['grid']) == 3564 and found['size'].min() == 1 and found['size'].max() == 30
 

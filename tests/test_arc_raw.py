@@ -6,7 +6,7 @@ import os
 import re
 
 import pytest
-from data_pipelines import arc, arc_raw, prepare
+from data_pipelines import DataError, arc, arc_raw, prepare
 
 A, B, C = [[1, 2, 3], [4, 5, 6]], [[7]], [[0, 8], [9, 0], [0, 0]]
 TASK = {'train': [{'input': A, 'output': B}, {'input': C, 'output': A}], 'test': [{'input': B, 'output': C}]}
@@ -48,7 +48,9 @@ EXAMPLES = [{'input': i, 'output': o} for i, o in PAIRS]
     ('x.json', json.dumps(TASK, indent=2).replace('\n', '\r\n'), [('x', PAIRS)]),
     ('x.json', {'a': TASK, 'b': OTHER}, [('a', PAIRS), ('b', [(C, B), (A, None)])]),
     ('x.json', {'train': EXAMPLES}, [('x', PAIRS)]), ('x.json', {'test': [{'input': A}]}, [('x', [(A, None)])]),
-    ('x.json', {'a': {'examples': EXAMPLES}}, [('a', PAIRS)]),
+    ('x.json', {'a': {'examples': EXAMPLES}}, [('a', PAIRS)]), ('x.json', EXAMPLES, [('x', PAIRS)]),
+    ('x.json', {'test': [{'input': A, 'output': None}]}, [('x', [(A, None)])]),
+    ('x.json', {**TASK, 'name': 'draw', 'seeds': [1, 2], 'meta': {'a': []}}, [('x', PAIRS)]),
     ('x.jsonl', [{**TASK, 'task_id': 'a'}, OTHER], [('a', PAIRS), ('x#2', [(C, B), (A, None)])]),
     ('x.jsonl.gz', [{'task_id': 'a', 'examples': EXAMPLES, 'seed': 3}], [('a', PAIRS)]),
     ('x.jsonl', '\n' + json.dumps({'examples': PAIRS}) + '\r\n \n', [('x#2', PAIRS)]),
@@ -64,7 +66,9 @@ def test_names_say_splits_and_data_sets(tmp_path):
             'data/evaluation/a.json': ('evaluation', 'data'), 'data/training/a.json': ('train', 'data'),
             'contest/b.json': ('train', 'contest'), 'easy/Validation/c.jsonl': ('evaluation', 'easy'),
             'test/d.json': ('evaluation', 'test'), 'valid.jsonl.gz': ('evaluation', 'valid'),
-            'tests/e.json': ('train', 'tests')}
+            'tests/e.json': ('train', 'tests'), 'contest_1.json': ('train', 'contest_1'),
+            'arc-agi_test_challenges.json': ('evaluation', 'arc-agi_test_challenges'),
+            'training_evaluation.json': ('evaluation', 'training_evaluation')}
   found, others = arc_raw.files(save(tmp_path / 'raw', {**dict.fromkeys(wanted, TASK), '.hid.json': TASK}))
   assert {os.path.relpath(f.path, tmp_path / 'raw'): (f.split, f.dataset) for f in found} == wanted
   assert [f.path for f in found] == sorted(f.path for f in found) and len(others) == 1
@@ -73,6 +77,33 @@ def test_names_say_splits_and_data_sets(tmp_path):
   # the nearest name that says one: the folder that is given, too
   inside, _ = arc_raw.files(save(tmp_path / 'evaluation', {'a.json': TASK, 'training/b.json': TASK}))
   assert [f.split for f in inside] == ['evaluation', 'train']
+
+
+def test_what_comes_beside_tasks_is_no_task(tmp_path):
+  beside = ['arc-agi_test_solutions.json', 'metadata.json', 'sample_submission.json']
+  found, others = arc_raw.files(save(tmp_path, {'tasks/a.json': EXAMPLES, **{name: {'a': [A]} for name in beside}}))
+  assert [f.stem for f in found] == ['a'] and others == [str(tmp_path / name) for name in beside]
+
+
+def test_folders_and_files_that_are_not_read_are_named(tmp_path, monkeypatch):
+  raw, scan = save(tmp_path / 'raw', {'a.json': TASK, 'b/x.json': TASK, '.git/x.json': TASK}), os.scandir
+  os.symlink(save(tmp_path / 'far', {'y.json': TASK}) + '/y.json', tmp_path / 'raw' / 'c.json')       # of the user's
+  assert [f.stem for f in arc_raw.files(raw)[0]] == ['a', 'x', 'c']
+  os.mkfifo(tmp_path / 'raw' / 'p.json')
+  with pytest.raises(DataError, match=f'{raw}/p.json: cannot be read: it is no file, or a link to none'):
+    list(arc_raw.read(arc_raw.files(raw)[0]))
+  os.symlink(tmp_path / 'far', tmp_path / 'raw' / 'd')
+  with pytest.raises(DataError, match=f'{raw}/d: a link to a folder, which is not followed; put the folder itself'):
+    arc_raw.files(raw)
+
+  def refuse(path):
+    if str(path).endswith('b'):
+      raise PermissionError(13, 'Permission denied', str(path))
+    return scan(path)
+  os.remove(tmp_path / 'raw' / 'd')
+  monkeypatch.setattr(os, 'scandir', refuse)
+  with pytest.raises(DataError, match=f'{raw}/b: cannot be read: Permission denied'):
+    arc_raw.files(raw)
 
 
 def broken(rows):
@@ -106,7 +137,12 @@ def row(*cells):
     ({'a\nb': TASK}, r"'a\\nb' is no id"), ('{"\\ud800": {"train": []}}', r"'\\ud800' is no id of a task"),
     (json.dumps(TASK)[:-40], 'x.json: no JSON, or cut off: .*line 1, column'), ('', 'no JSON, or cut off'),
     ('[' * 100_000, 'nested too deeply'), (json.dumps(TASK).encode('utf-16'), r'byte 0 \(0xff\) is not UTF-8'),
-    ('{"a": {"train": []}, "a": 3}', "the key 'a' is there twice")])
+    ('{"a": {"train": []}, "a": 3}', "the key 'a' is there twice"),
+    ({'a': TASK, **TASK}, "x.json: a task itself, and with 'a' a task in it, which would be lost"),
+    ({**TASK, 'tset': EXAMPLES}, "task x: a list 'tset' of pairs, which nothing reads; expected"),
+    ({'test': [{'input': A, 'output': 3}]}, 'test pair 1, output: 3 is no grid'),
+    ({'train': [{'input': A, 'output': None}]}, 'train pair 1, output: null is no grid'),
+    ('{"train": ' + '1' * 5000 + '}', 'x.json: a number of thousands of digits')])
 def test_broken_tasks_are_named(tmp_path, capsys, content, words):
   raw = save(tmp_path / 'raw', {'x.json': content})
   code, err = make(capsys, raw, tmp_path / 'out')

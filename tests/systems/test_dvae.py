@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import json
+import math
 import os
 
 import jax
@@ -84,6 +85,12 @@ def test_training_permutes_colours_and_moves_grids():
     firsts[cells[0, 0]] += 1
     places[i, j] += 1
   assert abs(firsts - 300).max() < 5 * (3000 * .09)**.5 and abs(places - 500).max() < 5 * (3000 * 5 / 36)**.5
+  # what was done can be told again
+  done = canvas.augmentation(size, number, options, 4)
+  for i in (0, 5, 9):
+    row, column = np.asarray(done.offset[i])
+    np.testing.assert_array_equal(grids[i, row:row + 2, column:column + 3], np.asarray(done.colours[i])[GRID])
+    assert not done.flips[i].any()
   # a grid's draw hangs on its number alone, not on its batch
   np.testing.assert_array_equal(run(grid[:3], size[:3], number[5:8])[0], grids[5:8])
 
@@ -298,7 +305,12 @@ def test_padding_alone_rebuilds_nothing():
     ({'quantizer.tau.kind': 'sine'}, 'quantizer.tau.kind'), ({'loss.mixture': 'mws'}, 'loss.mixture'),
     ({'mask.most.end': 2.0}, 'mask.most.end'), ({'model.pool': 'lattice', 'data.layout': 'sequence'}, 'model.pool'),
     ({'model.pool': 'lattice', 'model.latents': 17}, 'model.latents'), ({'loss.pad_weight': 0.0}, 'loss.pad_weight'),
-    ({'quantizer.kind': 'none', **WITHOUT, 'predict.verb': 'decode'}, 'predict.verb')])
+    ({'quantizer.kind': 'none', **WITHOUT, 'predict.verb': 'decode'}, 'predict.verb'),
+    ({'loss.kl': math.nan}, 'loss.kl'),
+    ({'quantizer.kind': 'gumbel', 'quantizer.tau.end': math.nan}, 'quantizer.tau.end'),
+    ({'loss.beta.kind': 'constant', 'loss.beta.start': .5}, 'loss.beta.start'),
+    ({'mask.most.delay': 5}, 'mask.most.delay'), ({'predict.steps': 9}, 'predict.steps'),
+    ({'predict.verb': 'interpolate', 'predict.steps': 99_999}, 'predict.steps')])
 def test_settings_that_cannot_run_are_named(values, said):
   with pytest.raises(ConfigError, match=said.replace('.', r'\.')):
     task.make_task(small(**values))
@@ -336,3 +348,10 @@ def test_grids_are_rebuilt_and_codes_decoded(run, tmp_path):
 def test_between_two_grids(run, tmp_path):
   code, (record,) = predicted(run, tmp_path, [[[1, 2], [3, 4]], [[5, 5, 5]]], '--config.predict.verb=interpolate')
   assert code == 0 and len(record['grids']) == 8
+
+
+def test_nats_are_those_of_the_distribution_that_is_trained():
+  ids, logits = jnp.zeros((1, 16), jnp.int32), jnp.zeros((1, 16, canvas.VOCABULARY)).at[..., 0].set(100.0)
+  for stablemax, wanted in ((False, 0.0), (True, math.log((101 + 15) / 101))):
+    _, sums = task.judge(small(**{'loss.stablemax': stablemax, 'loss.gamma': 2.0}), logits, ids, jnp.ones(1))
+    assert sums['nats_per_token'][0] / sums['nats_per_token'][1] == pytest.approx(wanted, abs=1e-6)

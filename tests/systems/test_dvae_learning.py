@@ -1,6 +1,8 @@
 """The dVAE learns a few grids by heart, through codes as without them; the sweeps that compare quantizers can run."""
 
+import json
 import os
+import statistics
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +24,8 @@ def sixteen():
   return {'grid': jnp.array(cells), 'size': jnp.array([g.shape for g in grids], jnp.int32), 'mask': jnp.ones(GRIDS)}
 
 
-# drawn codes: .75 to 1 by seed and by the CPU's rounding
-@pytest.mark.parametrize('kind, steps, least', [('none', 200, 1.0), ('reinmax', 500, .6)])
-def test_sixteen_grids_are_learnt_by_heart(kind, steps, least):
+def by_heart(kind, steps, seed=0):
+  """The share of sixteen grids that come back exactly after so many updates on them."""
   config = dvae.get_config('rectangles')
   config.quantizer.kind, config.optim.learning_rate, config.total_steps = kind, 3e-3, steps
   if kind == 'none':
@@ -40,11 +41,45 @@ def test_sixteen_grids_are_learnt_by_heart(kind, steps, least):
     params, opt, _, _ = tx.update(loss, grads, opt, params, i)
     return (params, stats, opt), loss
 
-  params, stats = jax.jit(built.init)(jax.random.key(0), None)
+  params, stats = jax.jit(built.init)(jax.random.key(seed), None)
   run = jax.jit(lambda carry: jax.lax.scan(step, carry, jnp.arange(steps)))
   (params, stats, _), _ = run((params, stats, tx.init(params)))
   right, grids = jax.jit(built.measure)(params, stats, rows)['exact_grids']
-  assert right / grids >= least
+  return float(right / grids)
+
+
+# drawn codes: .75 to 1 by seed and by the CPU's rounding
+@pytest.mark.parametrize('kind, steps, least', [('none', 200, 1.0), ('reinmax', 500, .6)])
+def test_sixteen_grids_are_learnt_by_heart(kind, steps, least):
+  assert by_heart(kind, steps) >= least
+
+
+LONG = pytest.mark.skipif(not os.environ.get('LAB_LONG'), reason='takes minutes; LAB_LONG=1 runs it')
+
+
+@LONG
+def test_sixteen_grids_are_learnt_by_heart_whatever_the_seed():
+  assert statistics.median(by_heart('reinmax', 500, seed) for seed in range(5)) >= .85
+
+
+@LONG
+def test_every_quantizer_rebuilds_made_up_grids_through_all_codes(tmp_path):
+  """configs/dvae_table.toml, 2,000 updates each; without what keeps codes in use ReinMax uses a few."""
+  assert sweep.main(['sweep', os.path.join(ROOT, 'configs', 'dvae_table.toml'), f'--workdir={tmp_path}']) == 0
+  rows = {}
+  for folder in tmp_path.iterdir():
+    if folder.is_dir() and (folder / 'metrics.jsonl').exists():
+      last = [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()][-1]
+      kind = folder.name.split('quantizer.kind=')[1].split(',')[0]
+      rows[kind + ' without' * (kind == 'reinmax' and 'loss.kl=0.0' in folder.name)] = last
+  assert len(rows) == 7
+  dying = rows.pop('reinmax without')
+  assert dying['dead_codes'] >= 8 and dying['code_perplexity'] < 8
+  for kind, row in rows.items():
+    assert row['nats_per_token'] <= .45 and row['token_accuracy'] >= .82, (kind, row)
+    if kind != 'none':
+      least = {'fsq': 9, 'vq_ema': 9}.get(kind, 13)
+      assert row['code_usage'] == 1 and row['code_perplexity'] >= least, (kind, row)
 
 
 @pytest.mark.parametrize('name', ['dvae_table', 'dvae_quantizers', 'dvae_frontier'])

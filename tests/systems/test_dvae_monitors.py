@@ -335,3 +335,8 @@ def test_a_strip_has_one_scale():
   np.testing.assert_array_equal(picture[:, :81], pictures.grid(want, 81))
   with pytest.raises(ValueError, match='do not fit'):
     pictures.strip([np.zeros((30, 30), np.uint8)] * 1500)
+  for side in (30, 7):
+    grids = [np.zeros((side, side), np.uint8)] * pictures.most(side)
+    assert max(pictures.strip(grids).shape) <= pictures.LONGEST_PX
+    with pytest.raises(ValueError, match=f'{len(grids) + 1} grids do not fit'):
+      pictures.strip([*grids, grids[0]])

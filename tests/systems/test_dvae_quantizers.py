@@ -121,6 +121,10 @@ def test_reinmax_is_exact_for_quadratics():
     p, samples = softmax(logits), np.eye(5)
     twin = sum(p[c] * reinmax_vjp(logits, samples[c], 1, gradients[c]) for c in range(5))
     np.testing.assert_allclose(twin, exact, atol=1e-10, rtol=0)
+    with jax.enable_x64(True):
+      ours = sum(p[c] * pull(quantizers.reinmax, logits, choosing(c, 5), 1.0, gradients[c]) for c in range(5))
+    assert ours.dtype == np.float64
+    np.testing.assert_allclose(ours, exact, atol=1e-10, rtol=0)
     ours = sum(p[c] * np.float64(pull(quantizers.reinmax, logits.astype('f'), choosing(c, 5), 1.0,
                                       gradients[c].astype('f'))) for c in range(5))
     np.testing.assert_allclose(ours, exact, atol=2e-6)

@@ -7,6 +7,7 @@ to.
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,28 +82,43 @@ def grid_of(tokens: np.ndarray, layout: str) -> np.ndarray:
   return cells[rows[0]:rows[-1] + 1, columns[0]:columns[-1] + 1]
 
 
+class Augmentation(NamedTuple):
+  """What training does to a grid, apart from what it joins to it."""
+  colours: jax.Array     # i32[B, 10]: what each colour becomes
+  flips: jax.Array       # bool[B, 3]: whether it is transposed; and whether rows, and columns, of that are turned round
+  offset: jax.Array      # i32[B, 2]: rows and columns that it is moved by
+
+
+def augmentation(size: jax.Array, number: jax.Array, options, side: int) -> Augmentation:
+  """What config.augment does to grids of sizes i32[B, 2] and u32[B, 2] numbers on a canvas of side x side."""
+  return jax.vmap(lambda s, key: _drawn(s, key, options, side))(size, keys(number, 0))
+
+
 def augmented(grid: jax.Array, size: jax.Array, number: jax.Array, options) -> tuple[jax.Array, jax.Array]:
   """Grids and sizes with colours permuted, turned or mirrored, and moved or joined, as config.augment says."""
-  grid, size = jax.vmap(lambda g, s, key: _augment(g, s, key, options))(grid, size, keys(number, 0))
+  grid, size = jax.vmap(_augment)(grid, size, augmentation(size, number, options, grid.shape[1]))
   if not options.joined:
     return grid, size
   join = functools.partial(_joined, chance=options.joined)
   return jax.vmap(join)(grid, size, jnp.roll(grid, -1, 0), jnp.roll(size, -1, 0), keys(number, 3))
 
 
-def _augment(grid, size, key, options):
-  side = len(grid)
+def _drawn(size, key, options, side):
   names, turn, move, where = jax.random.split(key, 4)
-  if options.colours:
-    table = jax.random.permutation(names, COLOURS).astype(grid.dtype)
-    grid = jnp.where(grid == OUTSIDE, grid, table[jnp.minimum(grid, COLOURS - 1)])
-  bits = jax.random.bernoulli(turn, 0.5, (3,)) if options.symmetries else jnp.zeros(3, bool)
-  height, width = jnp.where(bits[0], size[1], size[0]), jnp.where(bits[0], size[0], size[1])
+  table = jax.random.permutation(names, COLOURS) if options.colours else jnp.arange(COLOURS)
+  flips = jax.random.bernoulli(turn, 0.5, (3,)) if options.symmetries else jnp.zeros(3, bool)
   offset = jnp.zeros(2, jnp.int32)
   if options.translate:
-    room = jnp.stack([side - height, side - width]) + 1
+    room = side + 1 - jnp.where(flips[0], size[::-1], size)
     drawn = jnp.minimum((jax.random.uniform(where, (2,)) * room).astype(jnp.int32), room - 1)
     offset = jnp.where(jax.random.bernoulli(move, options.translate), drawn, 0)
+  return Augmentation(table, flips, offset)
+
+
+def _augment(grid, size, done):
+  side, (table, bits, offset) = len(grid), done
+  grid = jnp.where(grid == OUTSIDE, grid, table.astype(grid.dtype)[jnp.minimum(grid, COLOURS - 1)])
+  height, width = jnp.where(bits[0], size[1], size[0]), jnp.where(bits[0], size[0], size[1])
   i, j = (x - offset[axis] for axis, x in enumerate(jnp.meshgrid(jnp.arange(side), jnp.arange(side), indexing='ij')))
   inside = (i >= 0) & (j >= 0) & (i < height) & (j < width)
   # from a cell of the result to the one that it comes from

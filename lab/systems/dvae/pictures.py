@@ -92,14 +92,20 @@ def strip(grids: Sequence[np.ndarray], size_px: int = 120) -> np.ndarray:
   """Grids u8[h, w], at least one, in the order of reading and at one scale, such as the steps of an interpolation.
 
   A grid is drawn at most size_px wide; many are drawn smaller, in rows, so that no side of u8[H, W, 3] passes 1,200 px.
-  ValueError for more than fit.
+  ValueError for more than fit: see `most`.
   """
-  for size in range(min(size_px, LONGEST_PX), 0, -1):
+  frames = _same_frame(grids)
+  for size in range(min(size_px, LONGEST_PX), max(frames[0].shape), -1):
     columns = min(len(grids), (LONGEST_PX + GAP_PX) // (size + GAP_PX))
     rows = -(-len(grids) // columns)
     if rows * (size + GAP_PX) - GAP_PX <= LONGEST_PX:
-      return _mosaic([grid(frame, size) for frame in _same_frame(grids)], columns)
+      return _mosaic([grid(frame, size) for frame in frames], columns)
   raise ValueError(f'{len(grids)} grids do not fit into {LONGEST_PX} x {LONGEST_PX} px')
+
+
+def most(side: int) -> int:
+  """How many grids of side x side cells a strip has room for, a pixel a cell."""
+  return ((LONGEST_PX + GAP_PX) // (side + 1 + GAP_PX)) ** 2
 
 
 def _same_frame(grids) -> list[np.ndarray]:

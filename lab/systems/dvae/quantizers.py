@@ -1,7 +1,7 @@
 """From logits or latents to discrete codes, each with the gradient of its paper: Gumbel-softmax, ReinMax, VQ, FSQ.
 
-Everything is computed in float32. Noise is an argument, never drawn here, so that a result does not depend on how a
-batch is cut over devices. Axes: B examples, N latents, C codes, D width of a latent.
+Everything is computed in float32, or in float64 where that is given. Noise is an argument, never drawn here, so that a
+result does not depend on how a batch is cut over devices. Axes: B examples, N latents, C codes, D width of a latent.
 """
 
 from typing import NamedTuple
@@ -42,16 +42,21 @@ def reinmax(logits: jax.Array, noise: jax.Array, tau) -> jax.Array:
     noise: Gumbel(0, 1), [..., C]; no gradient.
     tau: 1 or more, a number or a scalar; no gradient. It is ReinMax's own, not the one that Gumbel-softmax anneals.
   """
-  return _reinmax(logits.astype(jnp.float32), noise.astype(jnp.float32), tau)
+  logits = _wide(logits)
+  return _reinmax(logits, noise.astype(logits.dtype), tau)
 
 
 def hard(logits: jax.Array) -> jax.Array:
   """The likeliest code as one-hot f32[..., C], without a gradient; the first of equals."""
-  return jax.nn.one_hot(logits.argmax(-1), logits.shape[-1], dtype=jnp.float32)
+  return jax.nn.one_hot(logits.argmax(-1), logits.shape[-1], dtype=_wide(logits).dtype)
+
+
+def _wide(x):
+  return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _noisy(logits, noise):
-  return logits.astype(jnp.float32) + noise.astype(jnp.float32)
+  return _wide(logits) + _wide(noise)
 
 
 @jax.custom_vjp
@@ -61,12 +66,12 @@ def _reinmax(logits, noise, tau):
 
 def _reinmax_forward(logits, noise, tau):
   sample = (logits + noise).argmax(-1)
-  return jax.nn.one_hot(sample, logits.shape[-1], dtype=jnp.float32), (logits, sample, tau)
+  return jax.nn.one_hot(sample, logits.shape[-1], dtype=logits.dtype), (logits, sample, tau)
 
 
 def _reinmax_backward(kept, g):
   logits, sample, tau = kept
-  one_hot = jax.nn.one_hot(sample, logits.shape[-1], dtype=jnp.float32)
+  one_hot = jax.nn.one_hot(sample, logits.shape[-1], dtype=logits.dtype)
   p0, p1 = jax.nn.softmax(logits), (one_hot + jax.nn.softmax(logits / tau)) / 2
   return _softmax_vjp(p1, 2 * g) - _softmax_vjp(p0, g / 2), None, None
 

@@ -3,7 +3,7 @@
 import math
 
 from lab.config import choice, flatten
-from lab.systems.dvae import anneal, config as shape, model, objectives
+from lab.systems.dvae import anneal, config as shape, model, objectives, pictures
 from lab.task import ConfigError
 
 KINDS = ('none', 'gumbel', 'st_gumbel', 'reinmax', 'vq_ema', 'fsq')
@@ -28,8 +28,11 @@ def check(config) -> None:
     choice(config, key, options)
   flat, m = flatten(config), config.model
   for key, least in LEAST.items():
-    if flat[key] < least:
+    if not flat[key] >= least:       # which holds for NaN, too
       raise ConfigError(f'config.{key} = {flat[key]}: expected at least {least}')
+  if config.predict.verb == 'interpolate' and config.predict.steps > (most := pictures.most(config.data.side)):
+    raise ConfigError(f'config.predict.steps = {config.predict.steps}: a picture has room for {most} grids of '
+                      f'data.side = {config.data.side}; expected at most so many')
   for key in ('augment.joined', 'augment.translate', 'mask.most.start', 'mask.most.end'):
     if not 0 <= flat[key] <= 1:
       raise ConfigError(f'config.{key} = {flat[key]}: expected 0 to 1')
@@ -49,11 +52,11 @@ def check(config) -> None:
 def _annealed(flat, section, positive) -> None:
   for end in ('start', 'end'):
     value, exponential = flat[f'{section}.{end}'], flat[f'{section}.kind'] == 'exponential'
-    if value <= 0 and (positive or exponential):
+    if not value > 0 and (positive or exponential):
       raise ConfigError(f'config.{section}.{end} = {value}: expected more than 0' + ', for kind = exponential' *
                         exponential)
   for key in ('steps', 'delay'):
-    if flat[f'{section}.{key}'] < 0:
+    if not flat[f'{section}.{key}'] >= 0:
       raise ConfigError(f'config.{section}.{key} = {flat[f"{section}.{key}"]}: expected at least 0')
 
 
@@ -112,7 +115,13 @@ def _unread(config) -> None:
   kind, o = config.quantizer.kind, config.loss
   default, flat = flatten(shape.get_config()), flatten(config)
   parts = any(o[k] for k in PARTS)
+  held = [(s, flat[f'{s}.kind'] == 'constant') for s in ('quantizer.tau', 'loss.beta', 'mask.most')]
   for keys, read, why in (
+      *(([f'{s}.{k}' for k in ('start', 'steps', 'delay')], not constant, f'{s}.kind = constant')
+        for s, constant in held),
+      ([f'mask.most.{k}' for k in ('steps', 'delay', 'kind')], flat['mask.most.start'] or flat['mask.most.end'],
+       'mask.most is 0 from start to end'),
+      (['predict.steps'], config.predict.verb == 'interpolate', f'predict.verb = {config.predict.verb}'),
       ([k for k in flat if k.startswith('quantizer.tau.')], kind in TEMPERED, f'quantizer.kind = {kind}'),
       (['quantizer.hard_from'], kind == 'gumbel', f'quantizer.kind = {kind}'),
       (['quantizer.reinmax_tau'], kind == 'reinmax', f'quantizer.kind = {kind}'),

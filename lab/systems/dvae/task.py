@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from data_pipelines import arc, grid_inputs
 from jax.sharding import PartitionSpec as P
 
-from lab.nn import losses
 from lab.systems.dvae import anneal, bottleneck, canvas, header, model, objectives, quantizers, settings, show
 from lab.systems.dvae.settings import PARTS, TEMPERED
 from lab.task import Task
@@ -103,7 +102,7 @@ def judge(config, logits, ids, mask):
   o, rows = config.loss, mask[:, None]
   nats, weights = objectives.cross_entropy(logits, ids, pad=canvas.PAD, pad_weight=o.pad_weight, gamma=o.gamma,
                                            stablemax=o.stablemax)
-  plain = losses.cross_entropy(logits, ids)
+  plain, _ = objectives.cross_entropy(logits, ids, pad=canvas.PAD, pad_weight=1.0, gamma=0.0, stablemax=o.stablemax)
   right = (logits.argmax(-1) == ids).astype(jnp.float32)
   inside = (ids < canvas.COLOURS) * rows
   every = jnp.ones(ids.shape, jnp.float32) * rows

@@ -23,7 +23,7 @@ RECIPES = sorted(os.path.basename(p)[:-3] for p in glob.glob(os.path.join(ROOT, 
 SAME = {'sst2': 'cola'}                          # the same task on other data: once is enough
 # mlm stands for the others of its body; two compile for minutes, and so does pose on eight devices
 LONG = [r for r in RECIPES if r not in ('cola', 'gpt', 'sst2') + ('agent', 'dvae') * (not os.environ.get('LAB_LONG'))]
-LONG += ['dvae:'] * bool(os.environ.get('LAB_LONG'))       # as shipped: another body and quantizer than the smoke recipe's
+LONG += ['dvae:'] * bool(os.environ.get('LAB_LONG'))     # as shipped, which has another body and quantizer
 EIGHT = [r for r in LONG if r != 'pose' or os.environ.get('LAB_LONG')]
 
 

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     _leave(130, 'Ctrl-C')
     return 130
   except Exception as e:
-    code = _exit_code(e)
+    code = exit_code(e)
     if code is None:
       if _processes() > 1:
         traceback.print_exc()
@@ -172,14 +172,19 @@ def _run(task, config) -> int:
 def _train(task, config, began):
   """Trains, alone in the workdir, and leaves a page about it however far it came."""
   import jax
-  from lab import files, logs, peers, train
+  from lab import files, logs, mesh, peers, train
   first = jax.process_index() == 0
+
+  def stopped():
+    if mesh.interrupted():
+      raise mesh.Preempted('there was nothing to save yet; start the same command again')
 
   def page():
     if first and os.path.exists(os.path.join(files.local(FLAGS.workdir), 'config.json')):
       logs.page(FLAGS.workdir)
       files.push(FLAGS.workdir)
-  with files.claim(FLAGS.workdir) if first else contextlib.nullcontext():
+  with files.claim(FLAGS.workdir, stopped) if first else contextlib.nullcontext():
+    peers.meet()      # the first one may have to wait for the lock, longer than others wait for its collectives
     try:
       train.run(task, config, FLAGS.workdir, began)
     except BaseException as e:
@@ -219,7 +224,7 @@ def _compilation_cache():
     jax.config.update('jax_compilation_cache_dir', os.path.join(home, 'lab', 'jax'))
 
 
-def _exit_code(error) -> int | None:
+def exit_code(error: Exception) -> int | None:
   """The exit code that an exception asks for; None for a defect of the lab, which shows its trace."""
   if getattr(error, 'exit_code', None) is not None:
     return error.exit_code

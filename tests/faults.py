@@ -143,8 +143,9 @@ FAULTS = {
             'test_processes.py::test_processes_that_do_not_run_the_same', 'test_peers.py::test_processes_that_differ')),
     'F29': Fault(
         'two runs in one workdir',
-        "the second is refused with the first one's number", (
-            'test_resume.py::test_two_runs',)),
+        "the second is refused with the first one's host and number; a lock whose holder may be gone is waited for", (
+            'test_claim.py::test_two_runs', 'test_claim.py::test_a_holder', 'test_claim.py::test_a_dead_process',
+            'test_claim.py::test_waiting_ends', 'test_claim.py::test_a_disk_without_locks')),
 }
 
 

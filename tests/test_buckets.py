@@ -240,7 +240,7 @@ def test_a_log_that_may_not_be_written_ends_the_run(toy_config, bucket):
   bucket.fail('POST', 'timings.jsonl', 403, 100)
   with pytest.raises(StorageError, match='gs://lab/run/timings.jsonl: Forbidden.* on purpose') as e:
     run(toy_config)
-  assert main._exit_code(e.value) == 5
+  assert main.exit_code(e.value) == 5
 
 
 @long

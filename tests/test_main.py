@@ -136,5 +136,5 @@ def test_help_and_configuration_errors_take_no_tensorflow_and_no_device(argument
     (ConfigError('x'), 2), (meshes.DistributedError('x'), 7), (meshes.Preempted('x'), 75), (MemoryError(), 6),
     (RuntimeError('RESOURCE_EXHAUSTED: Out of memory allocating'), 6), (ValueError('x'), None)])
 def test_exit_codes(error, code, capsys):
-  assert main._exit_code(error) == code
+  assert main.exit_code(error) == code
   assert code != 6 or 'batch_size' in capsys.readouterr().err

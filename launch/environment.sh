@@ -16,18 +16,29 @@ find_python() {
   return 2
 }
 
+is_made() {      # is_made FILE STAMP: whether the environment is there, with what the stamp stands for
+  [ -x "$venv/bin/python" ] && [ "$(cat "$1" 2>/dev/null)" = "$2" ]
+}
+
 make_environment() {
   local extras=$1 python stamp done_
   done_="$venv/.lab${extras:+-$extras}"        # what was installed with these extras
   stamp="$(cat "$root/pyproject.toml" "$root/constraints.txt" | sha256sum | cut -d' ' -f1) $root"
-  if [ -x "$venv/bin/python" ] && [ "$(cat "$done_" 2>/dev/null)" = "$stamp" ]; then
+  if is_made "$done_" "$stamp"; then
     return
   fi
   python=$(find_python) || return
-  echo "making the environment in $venv with $("$python" --version); about a minute" >&2
   mkdir -p "$venv"
   exec 9>"$venv.lock"
-  flock 9                                      # of two starts at once, one makes it
+  if ! flock -n 9; then                        # of two starts at once, one makes it
+    echo "waiting for another start, which makes the environment in $venv" >&2
+    flock 9
+    if is_made "$done_" "$stamp"; then
+      exec 9>&-
+      return
+    fi
+  fi
+  echo "making the environment in $venv with $("$python" --version); about a minute" >&2
   if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then      # missing, or left half made
     "$python" -m venv --clear "$venv"
   fi

@@ -11,7 +11,7 @@ on_open() {      # on_open FOLDER FUNCTION ARGUMENTS...: one of the functions be
 
 on_setup() {      # on_setup PREPARE
   flock -n 8 || { echo "error: $(hostname): a run is going on; stop it first" >&2; return 2; }
-  rm -f "$run/ready"
+  rm -f "$run/ready" "$run/pid"
   [ -z "$1" ] || bash -c "$1" 8>&-
   cd "$dir"
   if [ -e "$run/copied" ]; then      # what the last copy brought, and nothing else, goes
@@ -31,21 +31,21 @@ on_setup() {      # on_setup PREPARE
 
 on_start() {      # on_start COMMAND_ID ARGUMENTS...
   flock -w 10 8 || { echo "error: $(hostname): a run is going on" >&2; return 2; }
-  rm -f "$run/code"
+  rm -f "$run/code" "$run/pid"      # the number of a run that has ended may be another's by now
   echo "$1" > "$run/command"
   shift
   cd "$dir"
   echo "--- $(hostname), started $(date -u +%FT%TZ)" >> "$run/log"
   # in a session of its own, which outlives this connection, and the exit code outlives a SIGTERM for all of it; the
   # watcher is in another and without the lock, so that it is no part of the run
-  LAB_EXTRAS=tpu,gcs setsid bash -c 'trap : TERM
+  LAB_EXTRAS=tpu,gcs setsid bash -c 'asked= code=0 watcher=
+    trap asked=yes TERM
     echo $$ > "$0/pid"
-    code=0 watcher=
     if [ -e launch/notice.sh ]; then
       setsid launch/notice.sh $$ 8>&- &
       watcher=$!
     fi
-    launch/run.sh "$@" --distributed || code=$?
+    if [ -n "$asked" ]; then code=75; else launch/run.sh "$@" --distributed || code=$?; fi
     [ -z "$watcher" ] || kill -- "-$watcher" 2>/dev/null
     echo $code > "$0/code.new"
     mv "$0/code.new" "$0/code"' "$run" "$@" </dev/null >>"$run/log" 2>&1 &
@@ -62,7 +62,12 @@ on_state() {      # lab-state HOST bare|none|running|lost|CODE COMMAND_ID
 }
 
 on_stop() {      # on_stop SIGNAL
-  if ! flock -s -n 8; then kill -s "$1" -- "-$(cat "$run/pid")" || true; fi
+  for _ in {1..100}; do      # a run that starts has the lock before its number is told
+    if flock -s -n 8 || { [ -s "$run/pid" ] && kill -s "$1" -- "-$(cat "$run/pid")" 2>/dev/null; }; then return; fi
+    sleep 0.1
+  done
+  echo "error: $(hostname): something holds $run/lock, and no process of a run can be told to end; is setup going on?" >&2
+  return 2
 }
 
 on_log() {      # on_log LINES FOLLOW

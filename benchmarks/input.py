@@ -31,13 +31,15 @@ def main(argv: list[str]) -> int:
   parser.add_argument('--seconds', type=float, default=10.0, help='measured for each side, and for the stages')
   parser.add_argument('--peer', action='store_true', help='measure a PyTorch DataLoader beside it (pose)')
   given, overrides = parser.parse_known_args(argv[1:])
-  from data_pipelines import DataError
-  from lab.task import ConfigError
+  from lab.main import exit_code
   try:
     found = run(given.config, overrides, given.seconds, given.peer)
-  except (ConfigError, DataError) as e:
+  except Exception as e:
+    code = exit_code(e)
+    if code is None:
+      raise
     print(f'error: {e}', file=sys.stderr)
-    return e.exit_code
+    return code
   print(table(found))
   print(json.dumps(found))
   return 0

@@ -25,8 +25,8 @@ import time
 
 from absl import flags
 
-from data_pipelines import DataError
 from lab import config as configs
+from lab.main import exit_code
 from lab.task import ConfigError
 
 FLAGS = flags.FlagValues()
@@ -44,9 +44,12 @@ def main(argv: list[str]) -> int:
   try:
     FLAGS([a for a in argv if a not in given])
     return run(given)
-  except (ConfigError, DataError, flags.Error) as e:
+  except Exception as e:
+    code = 2 if isinstance(e, flags.Error) else exit_code(e)
+    if code is None:
+      raise
     print(f'error: {e}', file=sys.stderr)
-    return getattr(e, 'exit_code', 2)
+    return code
 
 
 def run(given: list[str]) -> int:

@@ -7,7 +7,10 @@ import sys
 
 import pytest
 
-from benchmarks import kernels as bench_kernels, step
+from benchmarks import input as bench_input, kernels as bench_kernels, step
+from data_pipelines import DataError, TooLarge
+
+from lab.files import StorageError
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SMALL = ['--config=configs/video.py:smoke', '--config.input.batch_size=8']
@@ -53,6 +56,25 @@ def test_causal_attention_counts_half_of_its_products():
   m, tokens = config.model, 4 * config.data.length
   kernels = 12 * m.width**2 * m.layers + m.width * 128             # the vocabulary of 65 is filled up to 128
   assert step.model_flops(config, batches, like) == 6 * tokens * (kernels + m.layers * m.width * config.data.length)
+
+
+@pytest.mark.parametrize('program', [step, bench_input])
+@pytest.mark.parametrize('error, code', [
+    (TooLarge('a step does not fit'), 6), (StorageError('no'), 5), (RuntimeError('RESOURCE_EXHAUSTED: memory'), 6),
+    (DataError('bad'), 3)])
+def test_what_ends_training_ends_a_benchmark_with_its_code(program, error, code, monkeypatch, capsys):
+  def fail(*_):
+    raise error
+  monkeypatch.setattr(program, 'run', fail)
+  assert program.main(['benchmark', SMALL[0]]) == code
+  assert f'error: {error}\n' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('program', [step, bench_input])
+def test_a_defect_of_a_benchmark_shows_its_trace(program, monkeypatch):
+  monkeypatch.setattr(program, 'run', lambda *_: {}['defect'])
+  with pytest.raises(KeyError):
+    program.main(['benchmark', SMALL[0]])
 
 
 def test_two_programs_are_measured_in_turns(tmp_path):

@@ -5,6 +5,10 @@
 # Every line is told with its process. SIGTERM and Ctrl-C are a SIGTERM for all of them. The exit code is 0 where all ended with 0, else
 # that of the one that ended first for a reason of its own (7 says only that another was lost).
 set -euo pipefail
+if [ $((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1])) -lt 501 ]; then      # `wait -p`
+  echo "error: $0 needs bash 5.1 or newer; this is $BASH_VERSION" >&2
+  exit 2
+fi
 
 usage() {
   echo "error: $1; expected $0 N [--devices=D] -- COMMAND..." >&2

@@ -220,6 +220,16 @@ def test_a_wrong_call_of_the_cluster_is_one_line(arguments, said):
   assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize('version, code', [('5 0', 2), ('3 2', 2), ('4 4', 2), ('5 1', 0), ('6 0', 0)])
+def test_the_cluster_needs_a_bash_that_tells_which_process_ended(tmp_path, version, code):
+  with open(os.path.join(ROOT, 'launch/local_cluster.sh'), encoding='utf-8') as f:
+    script = f.read().replace('BASH_VERSINFO', 'VERSION')      # bash's own can't be set
+  (tmp_path / 'cluster.sh').write_text(f'VERSION=({version})\n{script}')
+  done = subprocess.run(['bash', tmp_path / 'cluster.sh', '1', '--', 'true'], capture_output=True, text=True,
+                        check=False)
+  assert done.returncode == code and ('needs bash 5.1 or newer' in done.stderr) == (code == 2)
+
+
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_cluster_is_one_to_all(local_cluster, number):
   process = local_cluster(2, 1, command=('bash', '-c', 'trap "exit 75" TERM; echo ready; while :; do sleep .05; done'))

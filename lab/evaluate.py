@@ -42,7 +42,8 @@ def make(task: Task, config, mesh, ledger: Ledger) -> Callable[[Any, Any], tuple
       placed = meshes.place(mesh, batch, size)
       sums = jax.device_get(measure(params, stats, placed))
       totals = metrics.merge(totals, sums)
-      draw = task.picture and i * size < config.eval_pictures      # by number: alike on every process
+      # by what the first process has drawn, for only it writes pictures: alike on every process
+      draw = task.picture and i * rows.first < config.eval_pictures
       if task.score or draw:
         outputs = meshes.local(predict(params, stats, jax.random.fold_in(key, i), placed))
         outputs, batch = real_rows(outputs, batch, rows.speaks)

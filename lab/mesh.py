@@ -151,6 +151,7 @@ class Rows(NamedTuple):
   """
   fed: tuple[int, ...]
   speaks: np.ndarray      # bool[len(fed)]
+  first: int              # how many rows the first process speaks for
 
 
 def rows(mesh: Mesh, batch_size: int, key: str = 'input.batch_size') -> Rows:
@@ -165,7 +166,7 @@ def rows(mesh: Mesh, batch_size: int, key: str = 'input.batch_size') -> Rows:
       if process_of(device) == us:
         fed.add(row)
   fed = tuple(sorted(fed))
-  return Rows(fed, np.array([speaker[r] == us for r in fed], bool))
+  return Rows(fed, np.array([speaker[r] == us for r in fed], bool), [*speaker.values()].count(0))
 
 
 def process_of(device) -> int:

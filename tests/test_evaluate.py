@@ -102,7 +102,7 @@ def test_every_row_is_spoken_for_once(monkeypatch, order, shape, fed, speaks):
   for process in range(2):
     monkeypatch.setattr(jax, 'process_index', lambda process=process: process)
     rows = meshes.rows(mesh, 8)
-    assert rows.fed == tuple(fed[process]) and rows.speaks.sum() == speaks[process]
+    assert rows.fed == tuple(fed[process]) and rows.speaks.sum() == speaks[process] and rows.first == speaks[0]
 
 
 def test_rules_decide_shardings_and_the_audit_finds_dead_ones():
@@ -179,6 +179,23 @@ def test_no_more_rows_are_drawn_than_there_are_pictures_of(toy_config, folder, b
     pictures = evaluate.make(task_of(toy_config)._replace(picture=picture), toy_config, mesh, Ledger('', writes=False))(
         params, {'error': np.float32(0)})[1]
   assert len(pictures) == 5 and drawn == ([1, 1, 1] if batch == 1 else [5])
+
+
+def test_the_first_process_draws_enough_of_its_own_rows(toy_config, folder, monkeypatch):
+  """Of each batch of 8 it has 2 where there are four processes; it alone writes pictures."""
+  toy_config.data.dir, toy_config.eval_pictures, toy_config.input.eval_batch_size = folder, 8, 8
+  drawn, rows = [], meshes.rows
+  monkeypatch.setattr(meshes, 'rows', lambda *a: rows(*a)._replace(speaks=np.arange(8) < 2, first=2))
+
+  def picture(outputs, batch):
+    drawn.append(len(batch['mask']))
+    return {f'{len(drawn)}_{i}': film(1)[0] for i in range(len(batch['mask']))}
+  mesh = meshes.make(ONE, jax.devices()[:1])
+  params = {'dense': {'kernel': np.full((4, 8), 0.1, np.float32), 'bias': np.full(8, 0.01, np.float32)}}
+  with jax.set_mesh(mesh):
+    pictures = evaluate.make(task_of(toy_config)._replace(picture=picture), toy_config, mesh, Ledger('', writes=False))(
+        params, {'error': np.float32(0)})[1]
+  assert len(pictures) == 8 and drawn == [2, 2, 2, 2]
 
 
 def test_an_evaluation_elsewhere_leaves_the_workdir_s_own(toy_config, tmp_path):

@@ -167,8 +167,7 @@ class Checkpoints:
       return
     self._wait_for_space(state)
     meta = {'step': step, 'config': json.loads(self.config.to_json()), 'versions': versions(), 'data': self.data,
-            'scores': {k: v for k, v in (scores or {}).items() if np.isfinite(v)}, 'notes': self.notes,
-            'arrays': described(state)}
+            'scores': _finite(scores or {}), 'notes': self.notes, 'arrays': described(state)}
     items = {k: ocp.args.StandardSave(v) for k, v in split(state).items()}
     try:
       self.writing = step
@@ -199,6 +198,14 @@ class Checkpoints:
       if step in self.agreed():
         return
     raise CheckpointError(f'checkpoint {step} could not be written to {self.folder}; steps there: {self.steps()}')
+
+  def evaluated(self, step: int, scores: Mapping[str, float]) -> None:
+    """Adds to a complete step the scores of the evaluation that was due there; then it counts as any other."""
+    self.notes = {**self.notes, 'evaluation_due': False}
+    if jax.process_index() == 0:      # the checksums are those of the arrays, which stay
+      meta = {**self.meta(step), 'scores': _finite(scores), 'notes': self.notes}
+      files.replace(os.path.join(self.path(step), 'meta', 'metadata'), json.dumps(meta).encode())
+    self.settle()
 
   def _failed(self, step, error):
     self.writing, self.failures = None, self.failures + 1
@@ -367,6 +374,10 @@ class Checkpoints:
       log.warning('package versions differ from those of checkpoint %d: %s', step,
                   ', '.join(f'{k} {meta["versions"].get(k)} -> {v}' for k, v in versions().items()
                             if meta['versions'].get(k) != v))
+
+
+def _finite(scores):
+  return {k: v for k, v in scores.items() if np.isfinite(v)}
 
 
 def below(head: str, arrays: Mapping[str, list]) -> dict[str, list]:

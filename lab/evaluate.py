@@ -20,7 +20,7 @@ class Interrupted(Exception):
 def make(task: Task, config, mesh, ledger: Ledger) -> Callable[[Any, Any], tuple[Scalars, dict]]:
   """(params, stats) -> (scalars, pictures) on the evaluation split; compiled once for all calls, timed by the ledger.
 
-  Raises Interrupted between two batches when this lone process is asked to stop.
+  Raises Interrupted between two batches when the run is asked to stop; of several processes on all, at the same batch.
   """
   size = meshes.padded(mesh, config.input.eval_batch_size)
   rows = meshes.rows(mesh, size, 'input.eval_batch_size')

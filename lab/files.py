@@ -92,6 +92,18 @@ def read(path: str) -> bytes:
     return f.read()
 
 
+def replace(path: str, content: bytes) -> None:
+  """Gives a file another content at one stroke: whatever happens, it has the one or the other."""
+  if remote(path):
+    _write(path, content)
+    return
+  with links.fresh(path + '.new', 'wb') as f:
+    f.write(content)
+    f.flush()
+    os.fsync(f.fileno())
+  os.replace(path + '.new', path)
+
+
 def rename(old: str, new: str) -> None:
   """Renames a checkpoint. In a bucket its mark goes first, so that no half of it looks whole."""
   if not remote(old):

@@ -30,11 +30,11 @@ class Preempted(Exception):
   exit_code = 75
 
 
-_stop = {'signals': 0, 'alone': True}
+_stop = {'alone': True, 'wanted': False, 'presses': 0, 'asked': 0}      # presses: of Ctrl-C; asked: how often by us
 
 
 def listen(alone: bool) -> None:
-  """Takes SIGTERM and SIGINT as wishes to stop after the next step. A second SIGINT stops at once.
+  """Takes SIGTERM and SIGINT as wishes to stop after the next step or batch. A second SIGINT stops at once.
 
   Of several processes (not `alone`) JAX's own handler of SIGTERM tells all the others.
   """
@@ -42,24 +42,31 @@ def listen(alone: bool) -> None:
 
   def note(number, frame):
     del frame
-    _stop['signals'] += 1
-    if number == signal.SIGINT and _stop['signals'] > 1:
+    _stop['wanted'] = True
+    _stop['presses'] += number == signal.SIGINT
+    if number == signal.SIGINT and _stop['presses'] > 1:
       raise KeyboardInterrupt
   for number in (signal.SIGTERM, signal.SIGINT) if alone else ():
     signal.signal(number, note)
 
 
 def interrupted() -> bool:
-  """Whether a lone process was asked to stop; several processes only agree on it between steps."""
-  return _stop['alone'] and _stop['signals'] > 0
+  """Whether the run was asked to stop; yes stays yes. Of several processes each gets the same answer at the same call.
+
+  So all of them call this and `preempted` equally often, in the same order. It waits for nobody: only once one of them
+  was asked do they tell each other how far they are, and stop one call after the foremost.
+  """
+  if not _stop['alone'] and not _stop['wanted']:
+    from jax.experimental import multihost_utils
+    _stop['asked'] += 1      # a step has but one number and an evaluation many batches; JAX wants one more each time
+    _stop['wanted'] = multihost_utils.reached_preemption_sync_point(_stop['asked'])
+  return _stop['wanted']
 
 
 def preempted(step: int) -> bool:
-  """Whether to stop after this step; every process gets the same answer at the same step."""
-  if _stop['alone']:
-    return _stop['signals'] > 0
-  from jax.experimental import multihost_utils
-  return multihost_utils.reached_preemption_sync_point(step)
+  """Whether to stop after this step, as `interrupted` has it."""
+  del step      # all processes ask after the same one
+  return interrupted()
 
 
 def start(config, workdir: str, distributed: bool = False, command: Mapping[str, str] | None = None) -> None:

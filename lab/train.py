@@ -225,8 +225,8 @@ def _loop(config, mesh, batches, step, state, checkpoints, log, judge) -> tuple[
   log.describe(state.params)
   ledger, watch, pace = log.ledger, _Watch(config, batches), logs.Pace(log.ledger.began)
   i, total, stream = int(state.step), config.total_steps, iter(batches)
-  if checkpoints.notes.get('evaluation_due') and _evaluate(i, state, judge, log) is None:
-    raise meshes.Preempted(f'stopped at step {i}, whose evaluation is still due; start the same command again to go on')
+  if checkpoints.notes.get('evaluation_due'):
+    _make_up(i, state, checkpoints, log, judge)
   reason = _stalled(config, log.workdir)
   if i < total and not reason:
     logs.say(f'training from step {i} to {total}; the first step compiles')
@@ -262,6 +262,16 @@ def _loop(config, mesh, batches, step, state, checkpoints, log, judge) -> tuple[
         raise meshes.Preempted(f'stopped at step {i} and saved; start the same command again to go on')
   ledger.enter('save')
   return state, reason
+
+
+def _make_up(i, state, checkpoints, log, judge):
+  """Does the evaluation in which the run was stopped at step i; its checkpoint has the scores from then on."""
+  scores = _evaluate(i, state, judge, log)
+  if scores is None:
+    raise meshes.Preempted(f'stopped at step {i}, whose evaluation is still due; start the same command again to go on')
+  log.flush()
+  with log.ledger.during('save'):
+    checkpoints.evaluated(i, scores)
 
 
 def _stalled(config, workdir) -> str:

@@ -41,15 +41,17 @@ FAULTS = {
         'saves, ends with 75 in less than 30 s, goes on to the same bits; one SIGTERM', (
             'test_resume.py::test_sigterm', 'test_resume.py::test_a_stopped_run',
             'test_systems.py::test_a_stopped_run', 'test_notice.py::test_an_announcement',
-            'test_notice.py::test_the_lab_saves', 'test_notice.py::test_a_preempted_host')),
+            'test_notice.py::test_the_lab_saves', 'test_notice.py::test_a_preempted_host',
+            'test_stop.py::test_a_stop_in_an_evaluation', 'test_stop.py::test_scores_that_come_later')),
     'F04': Fault(
         'Ctrl-C once, twice',
         'saves and leaves; leaves at once, the last checkpoint is whole', (
-            'test_resume.py::test_ctrl_c',)),
+            'test_resume.py::test_ctrl_c', 'test_stop.py::test_only_a_second_ctrl_c')),
     'F05': Fault(
         'SIGTERM to one of several processes',
-        'all agree on a step, save it, end with 75', (
-            'test_processes.py::test_processes_stop_together',)),
+        'all agree on a step, or a batch of an evaluation, save, end with 75', (
+            'test_processes.py::test_processes_stop_together', 'test_processes.py::test_processes_leave_an_evaluation',
+            'test_stop.py::test_several_processes_agree')),
     'F06': Fault(
         'kill -9 of one process, of the first one',
         'the others end with 7; another number of them goes on', (

@@ -77,11 +77,27 @@ def saving(workdir: str) -> list[str]:
 
 
 def outcome(workdir: str) -> tuple:
-  """(digest of the state, rows of metrics.jsonl) of a run that has ended."""
+  """(digest of the state, rows of metrics.jsonl, best and newest checkpoint) of a run that has ended."""
   with open(workdir + '.log', encoding='utf-8') as f:
     digest = re.findall(r'state digest +(\w+)', f.read())
   with open(os.path.join(workdir, 'metrics.jsonl'), encoding='utf-8') as f:
-    return digest, [json.loads(line) for line in f]
+    rows = [json.loads(line) for line in f]
+  return digest, rows, *kept(workdir)
+
+
+def kept(workdir: str) -> tuple:
+  """((value, step) of the best checkpoint, the newest step); by the files, for Orbax would ask for a device.
+
+  Which others are there depends on when a run was stopped: SIGTERM saves at any step.
+  """
+  found = {}
+  for path in glob.glob(os.path.join(workdir, 'checkpoints', '*', 'meta', 'metadata')):
+    with open(path, encoding='utf-8') as f:
+      meta = json.load(f)
+    name = meta['config']['checkpoint']['best']
+    found[meta['step']] = (-1 if name.startswith('-') else 1) * meta['scores'].get(name.lstrip('-'), float('nan'))
+  scored = [(value, step) for step, value in found.items() if value == value]
+  return max(scored, default=None), max(found)
 
 
 class System:

@@ -19,6 +19,7 @@ from lab.files import StorageError
 from lab.task import ConfigError
 from tests import toy
 from tests.bucket import Bucket
+from tests.test_stop import stop_in_evaluation
 
 long = pytest.mark.skipif(not os.environ.get('LAB_LONG'), reason='the whole file takes five minutes: LAB_LONG=1')
 
@@ -166,6 +167,18 @@ def test_a_stopped_run_continues_bit_for_bit(toy_config, bucket, monkeypatch, wh
   events = [n for n in bucket.names('run/tensorboard/')]
   assert len(events) == len(stops) + 1
   assert Checkpoints('gs://lab/run').steps() == [15, 20]
+
+
+def test_a_stop_in_an_evaluation_takes_no_score_from_a_checkpoint(toy_config, bucket, monkeypatch, whole):
+  with monkeypatch.context() as m:
+    stop_in_evaluation(m, 20)
+    with pytest.raises(meshes.Preempted):
+      run(toy_config)
+  elsewhere()
+  run(toy_config)
+  assert same(bucket, whole)
+  there, here = Checkpoints('gs://lab/run').meta(20), Checkpoints(whole).meta(20)
+  assert there['scores'] == here['scores'] != {} and there['notes'] == here['notes']
 
 
 def test_what_a_run_logged_beyond_its_checkpoint_is_cut(toy_config, bucket, monkeypatch, whole):

@@ -122,6 +122,18 @@ def test_processes_stop_together_and_go_on_as_one(lab, tmp_path):
   alike(rows(tmp_path / 'two'), rows(tmp_path / 'one'))
 
 
+def test_processes_leave_an_evaluation_together_and_save(lab, tmp_path):
+  longer = ('--config.eval_times=400', '--config.input.eval_batch_size=1')      # two evaluations of 2,600 batches
+  processes = cluster(lab, 2, tmp_path, '--config.checkpoint.steps=0', *longer)
+  until(processes[0], 'step 5/')                           # behind which both evaluate
+  processes[1].send_signal(signal.SIGTERM)
+  codes, outputs = finish(processes)
+  assert codes == [75, 75] and 'stopped at step 5 and saved' in outputs[0], outputs
+  assert 'evaluation at step 5' not in outputs[0]
+  saved = Checkpoints(str(tmp_path)).meta(5)
+  assert saved['notes']['evaluation_due'] and not saved['scores']
+
+
 @pytest.mark.skipif(not LONG, reason='three processes start: LAB_LONG=1')
 def test_no_process_restores_what_another_does_not_see(lab, tmp_path):
   toy = os.path.join(ROOT, 'tests/toy.py')

@@ -20,6 +20,7 @@ def get_config(variant: str = '') -> ConfigDict:
   config.data = ConfigDict({'dir': os.environ.get('TOY_DATA', ''), 'train': 'train', 'eval': 'eval'})
   config.poison = -1             # step whose loss is made infinite
   config.noise = 0.1             # of the loss, by the step's key
+  config.eval_times = 1          # an evaluation reads its records so many times
   config.total_steps = 20
   config.log_steps = 1
   config.eval_steps = 5
@@ -89,7 +90,9 @@ def make_task(config) -> Task:
   def split_source(split):
     if split == 'eval' and os.environ.get('TOY_DEFECT'):
       raise TypeError('a defect')      # on whichever process has it
-    return source(config.data.dir, config.data[split], sizes[split], 0.01 if split == 'train' else 0.0)
+    got = source(config.data.dir, config.data[split], sizes[split], 0.01 if split == 'train' else 0.0)
+    times = config.eval_times if split == 'eval' else 1
+    return got._replace(read=times * got.read, size=times * got.size)
 
   return Task(
       init=init, loss=loss, measure=lambda p, s, b: {'error': (error(p, b).sum(), b['mask'].sum())}, predict=predict,

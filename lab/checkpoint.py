@@ -165,7 +165,7 @@ class Checkpoints:
     self.settle()
     if step in self.agreed():
       return
-    self._wait_for_space(state)
+    self.wait_for_space(state)
     meta = {'step': step, 'config': json.loads(self.config.to_json()), 'versions': versions(), 'data': self.data,
             'scores': _finite(scores or {}), 'notes': self.notes, 'arrays': described(state)}
     items = {k: ocp.args.StandardSave(v) for k, v in split(state).items()}
@@ -220,7 +220,8 @@ class Checkpoints:
       raise CheckpointError(f'{self.failures} checkpoints in a row could not be written to {self.folder}: '
                             f'{files.reason(error)}') from error
 
-  def _wait_for_space(self, state):
+  def wait_for_space(self, state: TrainState) -> None:
+    """Returns when the disk has room for another step. Raises DiskFull after config.checkpoint.space_wait_s."""
     if files.remote(self.folder):
       return
     os.makedirs(self.folder, exist_ok=True)

@@ -229,6 +229,8 @@ def _loop(config, mesh, batches, step, state, checkpoints, log, judge) -> tuple[
     _make_up(i, state, checkpoints, log, judge)
   reason = _stalled(config, log.workdir)
   if i < total and not reason:
+    checkpoints.settle()                  # as before each save, what is not kept goes
+    checkpoints.wait_for_space(state)     # or it would end at its first save, with all that it had done
     logs.say(f'training from step {i} to {total}; the first step compiles')
   with contextlib.closing(logs.Profile(config.profile, log.workdir, i)) as profile:
     while i < total and not reason:

@@ -62,9 +62,10 @@ FAULTS = {
             'test_processes.py::test_a_process_that_stands_still', 'test_peers.py::test_what_silence_means',
             'test_ledger.py::test_the_first_step_and_one')),
     'F08': Fault(
-        'the disk is full when a checkpoint is due',
-        'ends with 6, bytes told; the last checkpoint is whole', (
-            'test_checkpoint.py::test_a_full_disk',)),
+        'the disk is full when a checkpoint is due, or when a run starts',
+        'ends with 6, bytes told, before the first step; the last checkpoint is whole', (
+            'test_checkpoint.py::test_a_full_disk', 'test_stop.py::test_a_run_that_could_not_save',
+            'test_stop.py::test_what_the_next_save')),
     'F09': Fault(
         'the disk is full for TensorBoard alone',
         'one warning, training goes on', (

@@ -1,6 +1,7 @@
 """A wish to stop, whenever it comes: what is saved, what remains, which is best are as if nothing had stopped."""
 
 import os
+import shutil
 import signal
 
 import jax
@@ -8,7 +9,7 @@ import pytest
 from jax.experimental import multihost_utils
 
 from lab import logs, mesh as meshes, train
-from lab.checkpoint import Checkpoints
+from lab.checkpoint import Checkpoints, DiskFull
 from tests import toy
 from tests.test_checkpoint import save, state, store      # noqa: F401
 
@@ -103,3 +104,34 @@ def test_only_a_second_ctrl_c_leaves_at_once(toy_config, tmp_path, monkeypatch, 
     for number, before in handlers.items():
       signal.signal(number, before)
   assert Checkpoints(str(tmp_path)).steps() == ([2] if ends is meshes.Preempted else [])
+
+
+def test_a_run_that_could_not_save_does_not_begin(toy_config, tmp_path, monkeypatch):
+  usage = shutil.disk_usage(tmp_path)
+  full = pytest.raises(DiskFull, match=r'next checkpoint needs 1,04\d,\d+ bytes in .*, 1,000 are free')
+  with monkeypatch.context() as m:
+    m.setattr(shutil, 'disk_usage', lambda path: usage._replace(free=1000))
+    with full as error:
+      run(toy_config, tmp_path)
+    assert error.value.exit_code == 6 and not (tmp_path / 'metrics.jsonl').read_text()
+  toy_config.total_steps = 5
+  run(toy_config, tmp_path)
+  rows = (tmp_path / 'metrics.jsonl').read_text()
+  monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage._replace(free=1000))
+  run(toy_config, tmp_path)      # nothing is left to save
+  toy_config.total_steps = 10
+  with pytest.raises(DiskFull, match=r'1,000 are free; complete steps: \[5\]'):
+    run(toy_config, tmp_path)
+  assert (tmp_path / 'metrics.jsonl').read_text() == rows and Checkpoints(str(tmp_path)).steps() == [5]
+
+
+def test_what_the_next_save_would_remove_first_counts_as_free(toy_config, tmp_path, monkeypatch):
+  toy_config.checkpoint.update({'keep': 2, 'best': ''})
+  toy_config.total_steps = 10
+  run(toy_config, tmp_path)      # [5, 10]: as if it had been killed before the older one was removed
+  toy_config.total_steps, toy_config.checkpoint.keep = 15, 1
+  usage = shutil.disk_usage(tmp_path)
+  crowded = lambda path: usage._replace(free=1000 if os.path.exists(tmp_path / 'checkpoints' / '5') else 1 << 30)
+  monkeypatch.setattr(shutil, 'disk_usage', crowded)
+  run(toy_config, tmp_path)
+  assert Checkpoints(str(tmp_path)).steps() == [15]

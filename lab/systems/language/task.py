@@ -188,6 +188,7 @@ def rules(objective, *models):
   """Which axis of which array may be split over devices; only what these sections config.model have."""
   found = [
       (r'(^|/)(tokens|head)$', P(('fsdp', 'tensor')), 'rows are words, independent of each other'),
+      (r'(^|/)(tokens|head)$', P(None, ('fsdp', 'tensor')), 'features, where so many devices do not divide the rows'),
       (r'blocks/(attention/qkv|mlp/up)/kernel$', P(None, 'fsdp', 'tensor'), 'heads and hidden units are independent'),
       (r'blocks/(attention/out|mlp/down)/kernel$', P(None, 'tensor', 'fsdp'), 'takes what the tensor axis holds apart'),
   ]

@@ -64,6 +64,19 @@ def check(key: str, path: str, records: bool = False) -> None:
 # one path
 
 
+def make_folder(key: str, path: str) -> None:
+  """Makes the folder of a file of this machine. Raises ConfigError where the file can't be written, before any work."""
+  folder, name = os.path.split(path)
+  if not name or os.path.isdir(path):
+    raise ConfigError(f'{key}={path}: expected the name of a file, not of a folder')
+  try:
+    os.makedirs(folder or '.', exist_ok=True)
+  except OSError as e:
+    raise ConfigError(f'{key}={path}: its folder can\'t be made: {e.strerror}') from None
+  if not os.access(folder or '.', os.W_OK):
+    raise ConfigError(f'{key}={path}: its folder can\'t be written')
+
+
 def names(folder: str) -> list[str]:
   """The names in a folder, in order; none where there is no such folder."""
   if not remote(folder):

@@ -23,8 +23,13 @@ BROKEN = 'its description is broken'
 
 
 def run(workdir: str, which: str = 'latest', output: str = '') -> None:
-  """Prints the description of a run, or of one of its checkpoints, and writes it to the file `output` as JSON."""
+  """Prints the description of a run, or of one of its checkpoints, and writes it to the file `output` as JSON.
+
+  Raises ConfigError where nothing can be written there.
+  """
   description = describe(workdir, which)
+  if output:
+    files.make_folder('--output', output)
   print(text(description), flush=True)
   if output:
     logs.write_atomically(output, json.dumps(description, indent=2) + '\n')

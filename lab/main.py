@@ -88,14 +88,14 @@ def run(argv: list[str]) -> int:
     raise ConfigError(str(e)) from None
   if rest[1:]:
     raise ConfigError(f'unknown argument {rest[1]!r}')
+  if '://' in FLAGS.output:
+    raise ConfigError(f'--output={FLAGS.output}: expected a path of this machine')
   if FLAGS.mode == 'compile':
     return _compile(config)
   if not FLAGS.workdir:
     raise ConfigError('--workdir is missing, such as --workdir=runs/pose')
   if FLAGS.mode == 'predict' and not FLAGS.input:
     raise ConfigError('--mode=predict needs --input: a file, a folder, a camera number or a text')
-  if '://' in FLAGS.output:
-    raise ConfigError(f'--output={FLAGS.output}: expected a folder of this machine')
   if FLAGS.mode in ('inspect', 'page'):
     return _report()
   from lab import train

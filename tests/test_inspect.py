@@ -11,6 +11,7 @@ import pytest
 
 from lab import inspect, ledger, logs, train
 from lab.checkpoint import CheckpointError
+from lab.task import ConfigError
 from tests import toy
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -253,6 +254,14 @@ def test_the_file_holds_what_describe_returns(trained, tmp_path, capsys):
     assert json.load(f) == inspect.describe(trained, '10')
   assert capsys.readouterr().out == inspect.text(inspect.describe(trained, '10')) + '\n'
   assert os.listdir(tmp_path) == ['out.json']
+
+
+def test_the_folder_of_the_file_is_made_or_refused(trained, tmp_path):
+  inspect.run(trained, '10', str(tmp_path / 'a' / 'b' / 'out.json'))
+  assert (tmp_path / 'a' / 'b' / 'out.json').exists()
+  for path in (tmp_path / 'a' / 'b' / 'out.json' / 'c.json', tmp_path / 'a'):
+    with pytest.raises(ConfigError, match=f'--output={re.escape(str(path))}: '):
+      inspect.run(trained, '10', str(path))
 
 
 def test_nothing_is_changed_and_no_device_is_touched(trained, tmp_path):

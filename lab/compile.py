@@ -13,47 +13,60 @@ import jax
 from data_pipelines import TooLarge, pipeline
 from jax.sharding import NamedSharding
 
-from lab import flops, hlo, logs, memory, mesh as meshes, optim, sharding, topology, train
+from lab import advice, files, flops, hlo, logs, memory, mesh as meshes, optim, sharding, topology, train
 from lab.task import ConfigError, Task
 
-SHOWN = 12           # arrays whose sharding is told
+SHOWN = 12           # arrays whose sharding is printed
 NAMES = {'dcn': 'the network between slices'}        # of bounds, where people read them
 
 
 def run(task: Task, config, name: str, output: str = '') -> dict:
   """Compiles, prints, and writes the report as JSON to `output` if it is given; returns it.
 
-  Raises ConfigError for a machine or batch that cannot be, TooLarge, with what helps most, where the step does not fit.
+  Raises ConfigError for a machine or batch that cannot be, and where nothing can be written to `output`; TooLarge, with
+  what helps most, where the step does not fit, be it that the compiler refuses it: what is known is then told before.
   """
   machine = topology.find(name)
   mesh = meshes.make(config.mesh, machine.devices)
-  report = {'topology': name, 'devices': len(machine.devices), 'slices': machine.slices,
-            'device_kind': machine.devices[0].device_kind, 'mesh': dict(mesh.shape)}
   like, batch, args = abstract(task, config, mesh)
+  if output:
+    files.make_folder('--output', output)
   step = train.make_step(task, optim.make(config.optim, config.total_steps), config, like, mesh)
   work = flops.training(task.loss, like.params, like.stats, *args) * config.optim.accumulate
   with jax.set_mesh(mesh):
-    lowered = step.lower(like, batch)
-    try:
-      with warnings.catch_warnings():
-        # a cache of programs can keep one for a machine that is not there, and not read it
-        warnings.filterwarnings('ignore', 'Error reading persistent compilation cache')
-        compiled = lowered.compile()
-    except jax.errors.JaxRuntimeError as e:
-      if 'RESOURCE_EXHAUSTED' not in str(e):
-        raise
-      said = next((line for line in str(e).splitlines() if 'exceed' in line), str(e).splitlines()[0])
-      raise TooLarge(f'{name}: the step does not fit: {said.strip()}. {_advice(config, like, mesh)}') from None
-  sent = hlo.collectives(compiled.as_text(), len(machine.devices), machine.slices_of(mesh.devices.flat))
-  report |= {'memory': _memory(compiled, machine, like, batch), 'flops': work,
-             'collectives': {k: v._asdict() for k, v in sent.items()}, 'sharding': _layout(like)}
-  report['roofline'] = _roofline(report, machine, config.peak_tflops)
+    compiled, refused = _compile(step.lower(like, batch))
+  report = {'topology': name, 'devices': len(machine.devices), 'slices': machine.slices,
+            'device_kind': machine.devices[0].device_kind, 'mesh': dict(mesh.shape),
+            'memory': _memory(compiled, machine, like, batch), 'flops': work, 'sharding': _layout(like, batch)}
+  if compiled:
+    sent = hlo.collectives(compiled.as_text(), len(machine.devices), machine.slices_of(mesh.devices.flat))
+    report['collectives'] = {k: v._asdict() for k, v in sent.items()}
+    report['roofline'] = _roofline(report, machine, config.peak_tflops)
+  else:
+    report['refused'] = refused
+  if report['memory']['fits'] is False:
+    report['advice'] = advice.settings(task, config, like, mesh, machine)
   print(text(report), flush=True)
   if output:
     logs.write_atomically(output, json.dumps(report, indent=2))
-  if not report['memory']['fits']:
-    raise TooLarge(f'{name}: the step does not fit. {_advice(config, like, mesh)}')
+  if report['memory']['fits'] is False:
+    helps = f'What helps most: {"; ".join(report["advice"])}' if report['advice'] else 'It needs a larger machine'
+    raise TooLarge(f'{name}: the step does not fit{": " * bool(refused)}{refused}. {helps}')
   return report
+
+
+def _compile(lowered):
+  """(the compiled step, ''), or (None, the compiler's words) where the device's memory is too small for it."""
+  try:
+    with warnings.catch_warnings():
+      # a cache of programs can keep one for a machine that is not there, and not read it
+      warnings.filterwarnings('ignore', 'Error reading persistent compilation cache')
+      return lowered.compile(), ''
+  except jax.errors.JaxRuntimeError as e:
+    if 'RESOURCE_EXHAUSTED' not in str(e):
+      raise
+    lines = str(e).splitlines()
+    return None, next((line for line in lines if 'exceed' in line), lines[0]).strip().rstrip('.')
 
 
 def abstract(task: Task, config, mesh):
@@ -76,15 +89,17 @@ def abstract(task: Task, config, mesh):
 
 
 def _memory(compiled, machine, like, batch) -> dict:
-  """Bytes of each device."""
+  """Bytes of each device; only those of the state and the batch where the compiler has refused the step."""
+  known = {'parameters': memory.on_device(like.params), 'optimizer': memory.on_device(like.opt),
+           'batch': memory.on_device(batch), 'limit': machine.memory}
+  if not compiled:
+    return {**known, 'fits': False}
   found = compiled.memory_analysis()
   peak = (found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
           + found.temp_size_in_bytes + found.generated_code_size_in_bytes)
-  return {'parameters': memory.on_device(like.params), 'optimizer': memory.on_device(like.opt),
-          'batch': memory.on_device(batch), 'arguments': found.argument_size_in_bytes,
-          'temporaries': found.temp_size_in_bytes, 'output': found.output_size_in_bytes,
-          'reused': found.alias_size_in_bytes, 'peak': peak, 'limit': machine.memory,
-          'fits': machine.memory is None or peak <= machine.memory}
+  return {**known, 'arguments': found.argument_size_in_bytes, 'temporaries': found.temp_size_in_bytes,
+          'output': found.output_size_in_bytes, 'reused': found.alias_size_in_bytes, 'peak': peak,
+          'fits': None if machine.memory is None else peak <= machine.memory}
 
 
 def _roofline(report, machine, peak_tflops) -> dict:
@@ -109,45 +124,48 @@ def _roofline(report, machine, peak_tflops) -> dict:
           'mfu': bounds['compute'] / bounds[worst] if bounds[worst] else 0.0}
 
 
-def _layout(like) -> dict[str, str]:
-  """path -> how it is split, of the parameters, the largest first."""
-  found = sorted(sharding.paths(like.params), key=lambda px: -math.prod(px[1].shape))
-  return {path: f'{x.dtype.name}{list(x.shape)} {tuple(x.sharding.spec)}' for path, x in found[:SHOWN]}
-
-
-def _advice(config, like, mesh) -> str:
-  """Three settings that help most, by what takes the room."""
-  state = memory.on_device(like.params) + memory.on_device(like.opt)
-  accumulate, size = config.optim.accumulate, config.input.batch_size
-  room = [f'config.mesh.fsdp={2 * mesh.shape["fsdp"]} (parameters and optimizer take {memory.size(state)} a device)']
-  if size % (2 * mesh.shape['data'] * mesh.shape['fsdp']):      # half of it would not give each device an example
-    room.append(f'config.mesh.tensor={2 * mesh.shape["tensor"]}')
-  else:
-    room.append(f'config.input.batch_size={size // 2} with config.optim.accumulate={2 * accumulate}')
-  if 'remat' in config.get('model', {}) and not config.model.remat:
-    room.append('config.model.remat=True')
-  else:
-    room.append('config.optim.name=adafactor, whose moments are small')
-  return f'What helps most: {"; ".join(room)}'
+def _layout(like, batch) -> dict[str, str]:
+  """path -> how it is split, the largest first: all large arrays of the state and the batch, or some of small ones."""
+  size = lambda x: math.prod(x.shape) * x.dtype.itemsize
+  found = sorted(sharding.paths({**like._asdict(), 'batch': batch}), key=lambda px: -size(px[1]))
+  return {path: f'{x.dtype.name}{list(x.shape)} {tuple(x.sharding.spec)}, {memory.size(memory.on_device(x))} a device'
+          for i, (path, x) in enumerate(found) if i < SHOWN or size(x) > sharding.LARGE}
 
 
 def text(report: dict) -> str:
   """The report for people."""
-  m, r, size = report['memory'], report['roofline'], memory.size
-  limit = '' if m['limit'] is None else f' of {size(m["limit"])}: {"fits" if m["fits"] else "DOES NOT FIT"}'
   lines = [f'{report["topology"]}: {report["devices"]} x {report["device_kind"]}, mesh '
            + ', '.join(f'{k} {n}' for k, n in report['mesh'].items()),
-           f'  memory a device   {size(m["peak"])}{limit} (arguments {size(m["arguments"])}, temporaries '
-           f'{size(m["temporaries"])}, output {size(m["output"])}, reused {size(m["reused"])})',
+           f'  memory a device   {_room(report["memory"])}',
            f'  model FLOPs       {report["flops"]:.4g} a step']
-  lines += [f'  {kind:<18}{c["count"]} a step, {size(c["payload"])}, of which a device sends {size(c["traffic"])}'
-            + (f', and {size(c["dcn"])} to other slices' if c['dcn'] else '')
-            for kind, c in report['collectives'].items()]
-  lines.append(f'  at least          {1e3 * r["seconds"]:.3g} ms a step, bound by {NAMES.get(r["bound"], r["bound"])} '
-               f'({_bounds(report)}); MFU at most {r["mfu"]:.0%}' if r['bound'] else
-               '  no bound          this device\'s figures are not known')
-  lines += [f'  {path:<40} {how}' for path, how in report['sharding'].items()]
+  lines += [f'  {kind:<18}{c["count"]} a step, {memory.size(c["payload"])}, of which a device sends '
+            f'{memory.size(c["traffic"])}' + (f', and {memory.size(c["dcn"])} to other slices' if c['dcn'] else '')
+            for kind, c in report.get('collectives', {}).items()]
+  r = report.get('roofline', {})
+  if 'refused' in report:
+    lines.append(f'  refused           {report["refused"]}')
+  elif r['bound']:
+    bound = NAMES.get(r['bound'], r['bound'])
+    lines.append(f'  at least          {1e3 * r["seconds"]:.3g} ms a step, bound by {bound} ({_bounds(report)}); MFU '
+                 f'at most {r["mfu"]:.0%}')
+  else:
+    lines.append('  no bound          this device\'s figures are not known')
+  shown = [*report['sharding'].items()][:SHOWN]
+  lines += [f'  {path:<{max(len(p) for p, _ in shown)}} {how}' for path, how in shown]
   return '\n'.join(lines)
+
+
+def _room(m) -> str:
+  """What is needed of a device's memory, and whether it has that."""
+  size = memory.size
+  fits = {True: 'fits', False: 'DOES NOT FIT', None: 'unknown whether it fits'}[m['fits']]
+  if 'peak' not in m:
+    limit = '' if m['limit'] is None else f'more than {size(m["limit"])}: '
+    return (f'{limit}{fits} (parameters {size(m["parameters"])}, optimizer {size(m["optimizer"])}, batch '
+            f'{size(m["batch"])})')
+  limit = '' if m['limit'] is None else f' of {size(m["limit"])}'
+  return (f'{size(m["peak"])}{limit}: {fits} (arguments {size(m["arguments"])}, temporaries {size(m["temporaries"])}, '
+          f'output {size(m["output"])}, reused {size(m["reused"])})')
 
 
 def _bounds(report) -> str:

@@ -2,11 +2,12 @@
 
 import importlib.util
 import json
+import os
 import types
 
 import jax
 import pytest
-from lab import main, topology
+from lab import files, main, sharding, topology
 from lab.nn import target
 from lab.task import ConfigError
 
@@ -40,11 +41,27 @@ def test_a_step_is_compiled_and_told(toy, tmp_path, capsys):
                          '--config.input.batch_size=8')
   assert code == 0 and found['devices'] == 8 and found['mesh'] == {'data': 2, 'fsdp': 4, 'tensor': 1}
   m = found['memory']
-  assert m['peak'] >= m['temporaries'] > 0 and m['arguments'] > 0 and m['fits'] and m['limit'] is None
+  assert m['peak'] >= m['temporaries'] > 0 and m['arguments'] > 0 and m['fits'] is None and m['limit'] is None
   assert found['flops'] > 0 and found['collectives']['all-reduce']['traffic'] > 0
   assert found['roofline']['bound'] == ''                  # nobody knows what a fake device can do
   told = capsys.readouterr().out
   assert 'cpu:8: 8 x cpu' in told and 'all-reduce' in told and all(path in told for path in found['sharding'])
+  assert 'unknown whether it fits' in told
+
+
+def test_every_large_array_is_told_and_the_largest_are_printed(tmp_path, capsys, monkeypatch):
+  monkeypatch.setattr(sharding, 'LARGE', 1 << 10)      # so that the smallest recipe has many
+  code, found = compiled(tmp_path, 'cpu:8', '--config.mesh.data=2', '--config.mesh.fsdp=4', '--config.optim.ema=0.9',
+                         '--config.input.batch_size=32', config='configs/gpt.py:smoke')
+  told = found['sharding']
+  heads = 'params/', 'opt/inner/', 'opt/ema/', 'batch/'
+  assert code == 0 and len(told) > 12 and {h for h in heads for path in told if path.startswith(h)} == {*heads}
+  kernels = [path for path in told if path.endswith('body/blocks/mlp/up/kernel')]
+  assert len(kernels) == 4                             # with two moments and one average
+  # f32[layers 2, width 32, hidden 128], of which fsdp splits the width in 4: 2 x 8 x 128 x 4 bytes
+  assert {told[path] for path in kernels} == {"float32[2, 32, 128] (None, 'fsdp', 'tensor'), 8 KiB a device"}
+  printed = capsys.readouterr().out
+  assert [path in printed for path in told] == [True] * 12 + [False] * (len(told) - 12)
 
 
 def two_slices(monkeypatch, dcn):
@@ -122,22 +139,62 @@ def test_what_cannot_be_is_told(toy, tmp_path, capsys, machine, flags, told):
   assert code == 2 and found is None and told in capsys.readouterr().err
 
 
-def test_what_does_not_fit_ends_with_advice(toy, tmp_path, capsys, monkeypatch):
+def small(monkeypatch, limit=100.0):
+  """Machines whose devices have next to no memory."""
   find = topology.find
-  monkeypatch.setattr(topology, 'find', lambda name: find(name)._replace(memory=100.0))
+  monkeypatch.setattr(topology, 'find', lambda name: find(name)._replace(memory=limit))
+
+
+def test_what_does_not_fit_ends_with_advice(toy, tmp_path, capsys, monkeypatch):
+  small(monkeypatch)
   code, found = compiled(tmp_path, 'cpu:1', '--config.mesh.data=1', '--config.mesh.fsdp=1')
-  assert code == 6 and not found['memory']['fits']
+  assert code == 6 and found['memory']['fits'] is False and len(found['advice']) == 3
   said = capsys.readouterr()
-  assert 'DOES NOT FIT' in said.out and said.err.count('config.') >= 3 and 'What helps most' in said.err
+  assert 'DOES NOT FIT' in said.out and 'What helps most' in said.err and all(a in said.err for a in found['advice'])
   assert 'config.input.batch_size=4 with config.optim.accumulate=2' in said.err
 
 
-def test_no_batch_is_advised_that_would_be_refused(toy, tmp_path, capsys, monkeypatch):
-  find = topology.find
-  monkeypatch.setattr(topology, 'find', lambda name: find(name)._replace(memory=100.0))
-  assert compiled(tmp_path, 'cpu:8', '--config.mesh.data=8', '--config.input.batch_size=8')[0] == 6
-  said = capsys.readouterr().err
-  assert 'config.mesh.tensor=2' in said and 'config.input.batch_size' not in said
+def refuse(monkeypatch, words):
+  """A compiler that says no."""
+  def compile(*_, **__):
+    raise jax.errors.JaxRuntimeError(words)
+  monkeypatch.setattr(jax.stages.Lowered, 'compile', compile)
+
+
+def test_a_step_that_the_compiler_refuses_is_told_as_far_as_it_is_known(toy, tmp_path, capsys, monkeypatch):
+  flags = '--config.mesh.data=1', '--config.mesh.fsdp=8'
+  known = compiled(tmp_path, 'cpu:8', *flags)[1]       # an older report of a step that did not fail
+  small(monkeypatch)
+  refuse(monkeypatch, 'RESOURCE_EXHAUSTED: no.\nUsed 30.7G of 15.7G hbm: exceeded by 15G.\nLargest: many')
+  code, found = compiled(tmp_path, 'cpu:8', *flags)
+  assert code == 6 and found['memory']['fits'] is False and 'peak' not in found['memory']
+  assert found['refused'] == 'Used 30.7G of 15.7G hbm: exceeded by 15G' and 'roofline' not in found
+  for key in ('flops', 'sharding', 'mesh', 'devices', 'device_kind'):
+    assert found[key] == known[key]
+  for key in ('parameters', 'optimizer', 'batch'):
+    assert found['memory'][key] == known['memory'][key] > 0
+  said = capsys.readouterr()
+  assert 'DOES NOT FIT' in said.out and 'exceeded by 15G' in said.out and 'exceeded by 15G' in said.err
+  assert found['advice'] and all(a in said.err for a in found['advice'])
+
+
+def test_other_words_of_the_compiler_are_a_defect(toy, tmp_path, monkeypatch):
+  refuse(monkeypatch, 'INTERNAL: a defect')
+  with pytest.raises(jax.errors.JaxRuntimeError, match='a defect'):
+    compiled(tmp_path, 'cpu:1', '--config.mesh.data=1', '--config.mesh.fsdp=1')
+
+
+def test_the_folder_of_a_report_is_made_or_refused_before_compiling(toy, tmp_path, capsys, monkeypatch):
+  run = lambda out: main.main(['lab', '--config=tests/toy.py', '--mode=compile', '--topology=cpu:1', '--workdir=',
+                               '--input=', f'--output={out}'])
+  assert run(tmp_path / 'a' / 'b' / 'report.json') == 0 and (tmp_path / 'a' / 'b' / 'report.json').exists()
+  refuse(monkeypatch, 'INTERNAL: it was compiled before')
+  (tmp_path / 'file').write_text('')
+  for out in (tmp_path / 'file' / 'report.json', tmp_path / 'a', f'{tmp_path}/new/', 'gs://lab/report.json'):
+    assert run(out) == 2 and f'--output={out}: ' in capsys.readouterr().err
+  monkeypatch.setattr(files.os, 'access', lambda path, mode: mode != os.W_OK)
+  assert run(tmp_path / 'report.json') == 2 and 'can\'t be written' in capsys.readouterr().err
+  assert not (tmp_path / 'new').exists()
 
 
 @pytest.mark.skipif(LIBTPU, reason='libtpu is installed')

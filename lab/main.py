@@ -172,7 +172,7 @@ def _run(task, config) -> int:
 def _train(task, config, began):
   """Trains, alone in the workdir, and leaves a page about it however far it came."""
   import jax
-  from lab import files, logs, mesh, peers, train
+  from lab import files, locks, logs, mesh, peers, train
   first = jax.process_index() == 0
 
   def stopped():
@@ -183,7 +183,7 @@ def _train(task, config, began):
     if first and os.path.exists(os.path.join(files.local(FLAGS.workdir), 'config.json')):
       logs.page(FLAGS.workdir)
       files.push(FLAGS.workdir)
-  with files.claim(FLAGS.workdir, stopped) if first else contextlib.nullcontext():
+  with locks.claim(FLAGS.workdir, stopped) if first else contextlib.nullcontext():
     peers.meet()      # the first one may have to wait for the lock, longer than others wait for its collectives
     try:
       train.run(task, config, FLAGS.workdir, began)

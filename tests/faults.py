@@ -147,8 +147,8 @@ FAULTS = {
     'F29': Fault(
         'two runs in one workdir',
         "the second is refused with the first one's host and number; a lock whose holder may be gone is waited for", (
-            'test_claim.py::test_two_runs', 'test_claim.py::test_a_holder', 'test_claim.py::test_a_dead_process',
-            'test_claim.py::test_waiting_ends', 'test_claim.py::test_a_disk_without_locks')),
+            'test_locks.py::test_two_runs', 'test_locks.py::test_a_holder', 'test_locks.py::test_a_dead_process',
+            'test_locks.py::test_waiting_ends', 'test_locks.py::test_a_disk_without_locks')),
 }
 
 

@@ -13,7 +13,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from data_pipelines import arc
-from lab import artifact, checkpoint, evaluate, files, graft, inspect, main, mesh as meshes, page, points, train
+from lab import (artifact, checkpoint, evaluate, files, graft, inspect, locks, main, mesh as meshes, page, points,
+                 train)
 from lab.checkpoint import CheckpointError, Checkpoints
 from lab.files import StorageError
 from lab.task import ConfigError
@@ -277,7 +278,7 @@ def test_a_checkpoint_that_can_not_be_reached_is_not_called_broken(saved, bucket
 
 def test_no_such_bucket(toy_config, bucket):
   with pytest.raises(StorageError, match='gs://none/run/.lock: there is no such bucket'):
-    files.claim('gs://none/run')
+    locks.claim('gs://none/run')
   with pytest.raises(StorageError, match='gs://none/run/.*: there is no such bucket'):
     run(toy_config, 'gs://none/run')
 
@@ -295,13 +296,13 @@ def test_the_last_to_come_has_the_workdir(toy_config, bucket, monkeypatch, whole
       bucket.put('run/.lock', b'{"host": "other"}')
     flush(workdir)
   monkeypatch.setattr(files, 'push', push)
-  with pytest.raises(StorageError, match='taken over by {"host": "other"}'), files.claim('gs://lab/run'):
+  with pytest.raises(StorageError, match='taken over by {"host": "other"}'), locks.claim('gs://lab/run'):
     run(toy_config)
   assert bucket.objects['run/.lock'] == b'{"host": "other"}'
   assert Checkpoints('gs://lab/run').steps() == [5]
   monkeypatch.undo()
   elsewhere()
-  with files.claim('gs://lab/run'):
+  with locks.claim('gs://lab/run'):
     assert '"host": "other"' in caplog.text
     run(toy_config)
   assert same(bucket, whole) and 'run/.lock' not in bucket.objects

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from lab import checkpoint, files, graft, mesh as meshes, optim, train
+from lab import checkpoint, files, graft, locks, mesh as meshes, optim, train
 from lab.checkpoint import CheckpointError, Checkpoints, DiskFull
 from lab.task import ConfigError, TrainState
 from tests import toy
@@ -266,7 +266,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_write(store, state, toy_config,
 def test_an_unwritable_workdir_is_one_message(tmp_path):
   (tmp_path / 'file').write_text('')
   with pytest.raises(files.StorageError, match="can't be written"):
-    files.claim(str(tmp_path / 'file' / 'run'))
+    locks.claim(str(tmp_path / 'file' / 'run'))
 
 
 # grafting

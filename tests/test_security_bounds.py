@@ -13,7 +13,7 @@ import pytest
 from data_pipelines import (DataError, arc_raw, books_raw, coco, corpus, documents, images, mnist, pipeline, prepared,
                             text_inputs, tokens)
 
-from lab import (checkpoint, config as configs, files, inspect, ledger, links, logs, page, plot, plot_plan, points,
+from lab import (checkpoint, config as configs, inspect, ledger, links, locks, logs, page, plot, plot_plan, points,
                  predict, sweep, train)
 from lab.systems.language import weights
 from lab.task import ConfigError
@@ -268,7 +268,7 @@ def test_files_that_replace_others_are_new(tmp_path, victim, write):
 
 
 @pytest.mark.parametrize('name, write', [
-    ('.lock', lambda d: files.claim(d)), ('ledger.jsonl', lambda d: ledger.Ledger(d)),
+    ('.lock', lambda d: locks.claim(d)), ('ledger.jsonl', lambda d: ledger.Ledger(d)),
     ('metrics.jsonl', lambda d: links.append(f'{d}/metrics.jsonl')),
     ('.worker', lambda d: sweep._claim(points.Run('x', d, {}, 0)))])
 def test_files_that_grow_are_no_links(tmp_path, victim, name, write):

@@ -9,12 +9,12 @@ import types
 
 import pytest
 
-from lab import files, main
+from lab import files, locks, main
 
 
 def left_by(folder, text):
   """A workdir's lock, held, whose file has this text; closing it frees it."""
-  held = files.claim(str(folder))
+  held = locks.claim(str(folder))
   (folder / '.lock').write_text(text)
   return held
 
@@ -28,15 +28,15 @@ def pauses(monkeypatch):
 
 
 def pause(monkeypatch, instead):
-  monkeypatch.setattr(files, 'time', types.SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: instead()))
+  monkeypatch.setattr(locks, 'time', types.SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: instead()))
 
 
 def test_two_runs_never_share_a_workdir(tmp_path, pauses):
-  held = files.claim(str(tmp_path))
+  held = locks.claim(str(tmp_path))
   with pytest.raises(files.StorageError, match=f'in use by process {os.getpid()} on {os.uname().nodename};'):
-    files.claim(str(tmp_path))
+    locks.claim(str(tmp_path))
   held.close()
-  files.claim(str(tmp_path)).close()
+  locks.claim(str(tmp_path)).close()
 
 
 @pytest.mark.parametrize('text', [
@@ -46,32 +46,32 @@ def test_two_runs_never_share_a_workdir(tmp_path, pauses):
 def test_a_holder_that_may_be_gone_is_waited_for(tmp_path, pauses, caplog, text):
   held = left_by(tmp_path, text)
   pauses += [lambda: None, held.close]
-  files.claim(str(tmp_path)).close()
+  locks.claim(str(tmp_path)).close()
   assert not pauses
   said, = [r.getMessage() for r in caplog.records]
   assert ('process 17 on w-3' if 'w-3' in text else 'process') in said and '120 s' in said and '\x1b' not in said
 
 
 def test_a_dead_process_of_this_host_is_waited_for(tmp_path, pauses):
-  held = left_by(tmp_path, files._place() + f' {2**30}\n')      # beyond what Linux numbers
+  held = left_by(tmp_path, locks._place() + f' {2**30}\n')      # beyond what Linux numbers
   pauses += [held.close]
-  files.claim(str(tmp_path)).close()
+  locks.claim(str(tmp_path)).close()
   assert not pauses
 
 
 def test_a_holder_that_turns_out_to_live_is_refused_at_once(tmp_path, pauses):
   held = left_by(tmp_path, '')                    # it has the lock and has not said so yet
-  pauses += [lambda: (tmp_path / '.lock').write_text(f'{files._place()} {os.getpid()}\n')]
+  pauses += [lambda: (tmp_path / '.lock').write_text(f'{locks._place()} {os.getpid()}\n')]
   with pytest.raises(files.StorageError, match=f'in use by process {os.getpid()} on'):
-    files.claim(str(tmp_path))
+    locks.claim(str(tmp_path))
   held.close()
 
 
 def test_waiting_ends(tmp_path, monkeypatch):
-  monkeypatch.setattr(files, 'LOCK_WAIT_S', 0)
+  monkeypatch.setattr(locks, 'WAIT_S', 0)
   held = left_by(tmp_path, 'w-3 0ab 17\n')
   with pytest.raises(files.StorageError, match='in use by process 17 on w-3; choose another workdir or wait for it'):
-    files.claim(str(tmp_path))
+    locks.claim(str(tmp_path))
   assert (tmp_path / '.lock').read_text() == 'w-3 0ab 17\n'
   held.close()
 
@@ -84,7 +84,7 @@ def test_a_disk_without_locks_is_told_as_such(tmp_path, pauses, monkeypatch, num
     raise OSError(number, os.strerror(number))
   monkeypatch.setattr(fcntl, 'flock', refuse)
   with pytest.raises(files.StorageError, match=said) as e:
-    files.claim(str(tmp_path))
+    locks.claim(str(tmp_path))
   assert 'in use' not in str(e.value) and os.strerror(number) in str(e.value) and main.exit_code(e.value) == 5
 
 

@@ -13,8 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from data_pipelines import arc
-from lab import (artifact, checkpoint, evaluate, files, graft, inspect, locks, main, mesh as meshes, page, points,
-                 train)
+from lab import artifact, evaluate, files, graft, inspect, locks, main, mesh as meshes, page, points, train
 from lab.checkpoint import CheckpointError, Checkpoints
 from lab.files import StorageError
 from lab.task import ConfigError

@@ -104,6 +104,18 @@ def test_files_and_functions_are_short(path):
       assert node.end_lineno - node.lineno < 60, f'{path}: {node.name}'
 
 
+@pytest.mark.parametrize('path', [f for f in FILES if '__init__' not in f])
+def test_nothing_is_imported_in_vain(path):
+  with open(os.path.join(ROOT, path), encoding='utf-8') as f:
+    lines = f.read().splitlines()
+  nodes = list(ast.walk(tree(path)))
+  read = {n.id for n in nodes if isinstance(n, ast.Name)}
+  for node in nodes:
+    if isinstance(node, (ast.Import, ast.ImportFrom)) and 'noqa: F401' not in lines[node.end_lineno - 1]:
+      for name in node.names:
+        assert (name.asname or name.name).split('.')[0] in read, f'{path}: {name.name}'
+
+
 @pytest.mark.parametrize('path', PRODUCT)
 def test_public_names_are_documented_and_plain(path):
   parsed = tree(path)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from data_pipelines import films
 
-from lab import config as configs, logs, page, page_parts, plot
+from lab import config as configs, page, page_parts, plot
 from lab.task import ConfigError
 
 CHROMIUM = shutil.which('chromium') or shutil.which('chromium-browser') or shutil.which('google-chrome')

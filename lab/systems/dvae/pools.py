@@ -6,7 +6,6 @@ Shapes: B grids, S tokens, N latents, D width, V words of the vocabulary.
 from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 
 from lab.nn import attention

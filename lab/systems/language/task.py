@@ -4,14 +4,13 @@ import functools
 import json
 import os
 
-import jax
 import jax.numpy as jnp
 from data_pipelines import DataError, corpus, glue, text_inputs, tokens
 from jax.sharding import PartitionSpec as P
 
 from lab.config import choice, flatten
 from lab.nn import transformer
-from lab.systems.language import distill, generate, model, objectives, text
+from lab.systems.language import distill, model, objectives, text
 from lab.task import ConfigError, Task
 
 VERBS = {'mlm': ('fill',), 'gpt': ('generate', 'score'), 'classify': ('classify',)}

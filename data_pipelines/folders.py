@@ -4,6 +4,7 @@ import os
 
 from data_pipelines import DataError
 
+LINK = 'a link to a folder, which is not followed; put the folder itself there'
 
 def files(folder: str) -> list[str]:
   """Paths of the files of a folder and its folders, in the order of their names; hidden ones too.
@@ -14,8 +15,7 @@ def files(folder: str) -> list[str]:
   found = []
   for where, folders, names in os.walk(folder, onerror=_unread):
     for name in (f for f in folders if not f.startswith('.') and os.path.islink(os.path.join(where, f))):
-      raise DataError(f'{os.path.join(where, name)}: a link to a folder, which is not followed; put the folder itself '
-                      'there')
+      raise DataError(f'{os.path.join(where, name)}: {LINK}')
     folders[:] = [f for f in folders if not f.startswith('.')]
     found += [os.path.join(where, name) for name in names]
   return sorted(found)

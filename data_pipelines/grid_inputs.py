@@ -89,7 +89,7 @@ def _label(file: arc_raw.File, line: int) -> str:
 
 def _rebuilt(source: str, side: int) -> Iterator[_Named | DataError]:
   for file, where, line, value in _values(source):
-    if isinstance(value, list) and not (value and isinstance(value[0], dict)):
+    if _is_grid(value):
       yield _tried(lambda: (_label(file, line), _canvas(arc_raw.grid(value, where), side, where)))
       continue
     for task in arc_raw.told(file, where, line, value):
@@ -102,6 +102,11 @@ def _rebuilt(source: str, side: int) -> Iterator[_Named | DataError]:
             place = f'{task.where}, {pair.part} pair {pair.number}, {kind}'
             label = f'{task.id[:_NAME_MAX // 2]}_{pair.part}{pair.number}_{kind}'
             yield _tried(lambda: (label, _canvas(grid, side, place)))
+
+
+def _is_grid(value: Any) -> bool:
+  """Whether it is a grid, or a list of them, and not the examples of a task."""
+  return isinstance(value, list) and not (value and isinstance(value[0], dict))
 
 
 def _tried(make: Callable[[], _Named]) -> _Named | DataError:
@@ -181,7 +186,7 @@ def _between(source: str, side: int) -> Iterator[_Named | DataError]:
 
 
 def _two(file: arc_raw.File, where: str, line: int, value: Any, side: int) -> dict[str, np.ndarray]:
-  if isinstance(value, list):
+  if _is_grid(value):
     if len(value) != 2:
       raise DataError(f'{where}: a list of {len(value)}; expected one of two grids, or a task')
     parts = [(arc_raw.grid(rows, f'{where}, grid {i}'), f'{where}, grid {i}') for i, rows in enumerate(value, 1)]

@@ -8,7 +8,7 @@ from typing import Any, Callable, Iterator, Sequence
 
 import numpy as np
 
-from data_pipelines import DataError, arc_raw, packs, trees
+from data_pipelines import DataError, arc_raw, folders, packs, trees
 
 _MIB = 64                # of a file; larger ones are refused
 _DRAWS = 1000
@@ -144,13 +144,15 @@ def _texts(source: str) -> Iterator[tuple[str, str, bytes | DataError]]:
 
 def _files(folder: str) -> list[str | DataError]:
   """The .txt files of a folder and its folders, in the order of their names, behind what can't be read of it."""
-  found, broken, top = [], [], os.path.realpath(folder)
-  for where, folders, names in os.walk(folder, onerror=broken.append):
-    folders[:] = [n for n in folders if not n.startswith('.')]
+  found, broken, linked, top = [], [], [], os.path.realpath(folder)
+  for where, below, names in os.walk(folder, onerror=broken.append):
+    below[:] = [n for n in below if not n.startswith('.')]
+    linked += [os.path.join(where, n) for n in below if os.path.islink(os.path.join(where, n))]
     found += [os.path.join(where, n) for n in names if not n.startswith('.') and _suffix(n) == '.txt']
-  if not found and not broken:
+  if not found and not broken and not linked:
     raise DataError(f'--input={folder}: no text there; expected .txt files, whose names do not begin with a dot')
   return [*(DataError(f'{e.filename}: cannot be read: {e.strerror}') for e in broken),
+          *(DataError(f'{path}: {folders.LINK}') for path in sorted(linked)),
           *(path if os.path.commonpath([os.path.realpath(path), top]) == top else
             DataError(f'{path}: a link that leaves {folder}; put a copy of the file in its place')
             for path in sorted(found))]

@@ -9,6 +9,7 @@ this door.
 
 import atexit
 import contextlib
+import errno
 import functools
 import importlib.util
 import json
@@ -102,15 +103,20 @@ def read(path: str) -> bytes:
 
 
 def replace(path: str, content: bytes) -> None:
-  """Gives a file another content at one stroke: whatever happens, it has the one or the other."""
+  """Gives a file another content at one stroke: whatever happens, it has the one or the other. Raises StorageError."""
   if remote(path):
     _write(path, content)
     return
-  with links.fresh(path + '.new', 'wb') as f:
-    f.write(content)
-    f.flush()
-    os.fsync(f.fileno())
-  os.replace(path + '.new', path)
+  try:
+    with links.fresh(path + '.new', 'wb') as f:
+      f.write(content)
+      f.flush()
+      os.fsync(f.fileno())
+    os.replace(path + '.new', path)
+  except OSError as e:
+    if e.errno == errno.ENOSPC:      # which is another message, and code
+      raise
+    raise StorageError(f'{path} can\'t be written: {reason(e)}') from None
 
 
 def rename(old: str, new: str) -> None:

@@ -33,10 +33,10 @@ make_environment() {
   if ! flock -n 9; then                        # of two starts at once, one makes it
     echo "waiting for another start, which makes the environment in $venv" >&2
     flock 9
-    if is_made "$done_" "$stamp"; then
-      exec 9>&-
-      return
-    fi
+  fi
+  if is_made "$done_" "$stamp"; then           # by one that has ended since
+    exec 9>&-
+    return
   fi
   echo "making the environment in $venv with $("$python" --version); about a minute" >&2
   if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then      # missing, or left half made

@@ -7,7 +7,7 @@ import types
 
 import jax
 import pytest
-from lab import files, main, sharding, topology
+from lab import files, main, mesh as meshes, sharding, topology
 from lab.nn import target
 from lab.task import ConfigError
 
@@ -217,6 +217,9 @@ def test_machines_have_their_devices(machine, count):
   assert len(found.devices) == count and found.chip.hbm and found.memory
   assert found.slices == (2 if '*' in machine else 1)
   assert found.slices_of(found.devices[::-1]) == [getattr(d, 'slice_index', 0) for d in found.devices[::-1]]
+  # a side of the torus may have to be split between two axes
+  mesh = meshes.make({'data': -1, 'fsdp': 2, 'tensor': 1}, found.devices)
+  assert dict(mesh.shape) == {'data': count // 2, 'fsdp': 2, 'tensor': 1}
 
 
 @tpu

@@ -110,8 +110,10 @@ def test_codes_are_decoded(tmp_path):
 
 
 def test_two_grids_are_gone_between(tmp_path):
-  raw = save(tmp_path / 'raw', {'a.json': [A, C], 'b.json': TASK, 'c.jsonl': [{'examples': [[A, C]]}]})
-  for name, label, first, other in (('a.json', 'a', A, C), ('b.json', 'b', A, B), ('c.jsonl', 'c#1', A, C)):
+  raw = save(tmp_path / 'raw', {'a.json': [A, C], 'b.json': TASK, 'c.jsonl': [{'examples': [[A, C]]}],
+                                'd.json': [{'input': A, 'output': C}, {'input': C, 'output': B}]})
+  for name, label, first, other in (('a.json', 'a', A, C), ('b.json', 'b', A, B), ('c.jsonl', 'c#1', A, C),
+                                    ('d.json', 'd', A, C)):
     item, = stream(os.path.join(raw, name), verb='interpolate')
     assert np.array_equal(item['grid'], on_canvas(first)) and np.array_equal(item['other'], on_canvas(other))
     assert item['size'].tolist() == [[2, 3]] and item['other_size'].tolist() == [[len(other), len(other[0])]]

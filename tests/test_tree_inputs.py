@@ -96,7 +96,8 @@ def test_links_stay_within_their_folder(tmp_path):
   raw = save(tmp_path / 'raw', {'a.txt': b'One.'})
   for name, target in (('b.txt', outside / 'out.txt'), ('c.txt', 'a.txt'), ('d', outside / 'far'), ('e.txt', 'gone')):
     os.symlink(target, raw / name)
-  one, leaves, again, broken = stream(raw)
+  linked, one, leaves, again, broken = stream(raw)
+  assert str(linked) == f'{raw}/d: a link to a folder, which is not followed; put the folder itself there'
   assert one['text'] == again['text'] == [b'One.'] and [one['name'], again['name']] == [['a'], ['c']]
   assert str(leaves) == f'{raw}/b.txt: a link that leaves {raw}; put a copy of the file in its place'
   assert str(broken) == f'{raw}/e.txt: cannot be read: it is no file, or a link to none'

@@ -42,7 +42,8 @@ def test_two_runs_never_share_a_workdir(tmp_path, pauses):
 @pytest.mark.parametrize('text', [
     'w-3 0ab 17\n',                               # another host
     f'{os.uname().nodename} 0ab {os.getpid()}\n',      # one of the same name, such as a pod that was started elsewhere
-    '17', '', '\x1b[31m a b\n'])                  # of another version, about to be written, and nonsense
+    '17', '', '\x1b[31m a b\n'],                 # of another version, about to be written, and nonsense
+    ids=['another host', 'the same name', 'another version', 'nothing', 'nonsense'])
 def test_a_holder_that_may_be_gone_is_waited_for(tmp_path, pauses, caplog, text):
   held = left_by(tmp_path, text)
   pauses += [lambda: None, held.close]

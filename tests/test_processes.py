@@ -154,7 +154,7 @@ def test_no_process_restores_what_another_does_not_see(lab, tmp_path):
 @pytest.mark.parametrize('lost', [1, 0] if LONG else [0])
 def test_a_lost_process_ends_the_others_with_7(lab, tmp_path, lost):
   processes = cluster(lab, 2, tmp_path, *FOREVER)
-  until(processes[0], 'step 60/')
+  until(processes[0], 'step 110/')      # the save at step 100 waits for that at step 50, which is whole then
   processes[lost].send_signal(signal.SIGKILL)
   codes, outputs = finish(processes)
   assert codes[lost] == -signal.SIGKILL and codes[1 - lost] == 7, outputs

@@ -73,7 +73,7 @@ def _accelerator(config, variant):
   config.optim.update({'name': 'adamw', 'learning_rate': 5e-4, 'end_rate': 5e-6, 'decay': 1e-4, 'ema': 0.999})
   config.log_steps, config.eval_steps, config.checkpoint.steps = 100, 2000, 2000
   if variant == 'full':
-    config.total_steps, config.optim.warmup_steps = 10_000, 300      # three times as many gain nothing that lasts
+    config.total_steps, config.optim.warmup_steps = 10_000, 300      # with 118 codes three times as many gain nothing
     config.optim.update({'learning_rate': 1e-3, 'end_rate': 1e-5, 'beta2': 0.99, 'decay': 1e-2})
     config.log_steps, config.eval_steps, config.checkpoint.steps = 500, 5000, 5000
     config.model.update({'latents': 118, 'codes': 256, 'deviation': 0.04})

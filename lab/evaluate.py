@@ -1,7 +1,7 @@
 """Evaluation: masked sums over a whole split, and a score on the host; every example counts once."""
 
 import itertools
-from typing import Any, Callable, Iterable, Mapping
+from typing import Any, Callable, Iterable, Iterator, Mapping
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -25,32 +25,34 @@ def make(task: Task, config, mesh, ledger: Ledger) -> Callable[[Any, Any], tuple
   size = meshes.padded(mesh, config.input.eval_batch_size)
   rows = meshes.rows(mesh, size, 'input.eval_batch_size')
   batches = Batches(task.source('eval'), config.input, size, rows.fed, train=False)
-  options = programs.options(mesh.devices.flat, task.gpu)
-  measure = jax.jit(lambda p, s, b: {**task.measure(p, s, b), 'examples': (b['mask'].sum(), 1.0)},
-                    out_shardings=NamedSharding(mesh, P()), compiler_options=options)
-  predict = jax.jit(lambda p, s, k, b: task.predict(p, s, b, k), out_shardings=NamedSharding(mesh, meshes.BATCH),
-                    compiler_options=options)
-  measure, predict = Program('evaluation', measure, ledger), Program('prediction', predict, ledger)
+  measure, judge = _programs(task, mesh, ledger)
   key = jax.random.key(config.seed, impl=config.prng)
+
+  def drawn(i):
+    # by what the first process has drawn, for only it writes pictures: alike on every process
+    return bool(task.picture) and i * rows.first < config.eval_pictures
+
+  def begun(params, stats, i, batch):
+    """The sums of batch i on the devices, and its outputs where they are wanted; not waited for."""
+    placed = meshes.place(mesh, batch, size)
+    if task.score or drawn(i):
+      return judge(params, stats, jax.random.fold_in(key, i), placed)
+    return measure(params, stats, placed), None
 
   def run(params, stats):
     totals, pictures, records = {}, {}, []
     batches.step, progress = 0, logs.Progress('evaluating', batches.steps)
-    for i, batch in enumerate(batches):
+    stream = ((i, batch, begun(params, stats, i, batch)) for i, batch in enumerate(batches))
+    for i, batch, (sums, outputs) in ahead(stream):
       if meshes.interrupted():
         raise Interrupted
-      placed = meshes.place(mesh, batch, size)
-      sums = jax.device_get(measure(params, stats, placed))
-      totals = metrics.merge(totals, sums)
-      # by what the first process has drawn, for only it writes pictures: alike on every process
-      draw = task.picture and i * rows.first < config.eval_pictures
-      if task.score or draw:
-        outputs = meshes.local(predict(params, stats, jax.random.fold_in(key, i), placed))
-        outputs, batch = real_rows(outputs, batch, rows.speaks)
+      totals = metrics.merge(totals, jax.device_get(sums))
+      if outputs is not None:
+        outputs, batch = real_rows(meshes.local(outputs), batch, rows.speaks)
         few = config.eval_pictures - len(pictures)      # what makes a picture at all makes one of each row, or more
-        if draw and few and len(batch['mask']):
-          drawn = task.picture(*jax.tree.map(lambda x: x[:few], (outputs, batch)))
-          pictures.update(itertools.islice(drawn.items(), few))
+        if drawn(i) and few and len(batch['mask']):
+          new = task.picture(*jax.tree.map(lambda x: x[:few], (outputs, batch)))
+          pictures.update(itertools.islice(new.items(), few))
         if task.score:
           records += task.records(outputs, batch)
       progress(i + 1)
@@ -63,6 +65,32 @@ def make(task: Task, config, mesh, ledger: Ledger) -> Callable[[Any, Any], tuple
     return scalars, pictures
 
   return run
+
+
+def _programs(task, mesh, ledger):
+  """(params, stats, batch) -> sums, and (params, stats, key, batch) -> (sums, outputs), where the network runs once."""
+  summed, split = NamedSharding(mesh, P()), NamedSharding(mesh, meshes.BATCH)
+
+  def sums(params, stats, batch):
+    return {**task.measure(params, stats, batch), 'examples': (batch['mask'].sum(), 1.0)}
+
+  def both(params, stats, key, batch):
+    return sums(params, stats, batch), task.predict(params, stats, batch, key)
+
+  def program(name, function, sharding):
+    options = programs.options(mesh.devices.flat, task.gpu)
+    return Program(name, jax.jit(function, out_shardings=sharding, compiler_options=options), ledger)
+  return program('evaluation', sums, summed), program('evaluation with outputs', both, (summed, split))
+
+
+def ahead(items: Iterable) -> Iterator:
+  """The items in order, each one made before the one in front of it is used: devices work on it meanwhile."""
+  items = iter(items)
+  for last in itertools.islice(items, 1):
+    for item in items:
+      yield last
+      last = item
+    yield last
 
 
 def real_rows(outputs: Any, batch: dict, speaks) -> tuple[Any, dict]:

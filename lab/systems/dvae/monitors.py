@@ -4,6 +4,7 @@ Information is in nats and plug-in, that is of the counts themselves. On few gri
 above zero even for slots that share nothing, so slot_mi stands beside slot_mi_floor.
 """
 
+import concurrent.futures
 import math
 import zlib
 from typing import Iterable, Mapping, Sequence
@@ -123,8 +124,12 @@ def _shared(taken, codes) -> dict[str, float]:
 def _mean_information(taken, codes) -> float:
   """Mean over the pairs of slots of I(a; b) = H(a) + H(b) - H(a, b)."""
   slots, alone = len(taken), _entropies(taken)
-  # one slot against all later ones at a time: [N, n] numbers in memory, not [N^2, n]
-  total = sum((alone[i] + alone[i + 1:] - _entropies(taken[i] * codes + taken[i + 1:])).sum() for i in range(slots - 1))
+
+  # one slot against all later ones at a time: [N, n] numbers in memory, not [N^2, n]; sorting leaves other threads free
+  def told(i):
+    return (alone[i] + alone[i + 1:] - _entropies(taken[i] * codes + taken[i + 1:])).sum()
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    total = sum(pool.map(told, range(slots - 1)))
   return max(float(total) / (slots * (slots - 1) / 2), 0.0)              # round-off may fall below 0
 
 
@@ -146,9 +151,10 @@ def _gap(taken, factors) -> dict[str, float]:
 def _entropies(labels) -> np.ndarray:
   """f64[R]: entropy in nats of each row of i64[R, n]: ln n - (sum of c ln c) / n over the counts c."""
   rows, n = labels.shape
-  ordered = np.sort(labels, -1)
+  # four bytes where they suffice: half of the time
+  ordered = np.sort(labels.astype(np.promote_types(np.int32, np.min_scalar_type(int(labels.max(initial=0))))), -1)
   first = np.ones(labels.shape, bool)
-  first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+  np.not_equal(ordered[:, 1:], ordered[:, :-1], out=first[:, 1:])
   at = np.flatnonzero(first)                                             # every run of equal labels is a count
   counts = np.diff(at, append=labels.size)
   return math.log(n) - np.bincount(at // n, counts * np.log(counts), minlength=rows) / n

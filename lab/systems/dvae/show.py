@@ -12,7 +12,7 @@ THINNEST = 6      # times as high as wide a map of codes may be
 def records(config, outputs, batch):
   """A record a grid: its codes, what they show, and, of an evaluation, what the scores are made of."""
   for i in range(len(batch['mask'])):
-    codes = [int(c) for c in outputs['codes'][i]] if 'codes' in outputs else []
+    codes = np.asarray(outputs['codes'][i]).tolist() if 'codes' in outputs else []
     if 'name' not in batch:
       yield _judged(outputs, batch, i, codes, config.data.layout)
     elif 'between' in outputs:
@@ -37,11 +37,11 @@ def _header(found, i):
 def _judged(outputs, batch, i, codes, layout):
   wanted, found = (np.asarray(outputs[k][i]) for k in ('tokens', 'cells'))
   inside, grid = wanted < canvas.COLOURS, canvas.grid_of(wanted, layout)
-  names, counts = np.unique(grid, return_counts=True)
+  counts = np.bincount(grid.ravel())
   deflated = int(monitors.deflate_bits([grid])[0])
   return {'codes': codes, 'pair': int(batch['pair'][i]), 'is_input': int(batch['is_input'][i]),
-          'height': grid.shape[0], 'width': grid.shape[1], 'colours': len(names),
-          'background': int(names[counts.argmax()]), 'exact': bool((wanted == found).all()),
+          'height': grid.shape[0], 'width': grid.shape[1], 'colours': int((counts > 0).sum()),
+          'background': int(counts.argmax()), 'exact': bool((wanted == found).all()),
           'right': int((wanted == found)[inside].sum()), 'cells': int(inside.sum()),
           'deflate_bits': deflated}
 

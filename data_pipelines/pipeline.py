@@ -12,12 +12,15 @@ resumes at any step without reading a skipped byte, and any number of processes 
 """
 
 import contextlib
+import copy
 import hashlib
 import logging
 import os
+import queue
 import re
 import struct
-from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
+import threading
+from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Sequence
 
 import numpy as np
 
@@ -199,6 +202,19 @@ class Batches:
     return -(-self.source.size // self.batch_size)
 
   def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+    maker = copy.copy(self)
+    maker.bad = list(self.bad)        # the maker is a batch or two ahead, and may know of more
+    made = ((batch, tuple(maker.bad)) for batch in maker._made())
+    try:
+      with contextlib.closing(in_thread(made)) as stream:
+        for batch, bad in stream:
+          self.step, self.bad = self.step + 1, list(bad)
+          yield batch
+    except DataError:
+      self.bad = maker.bad
+      raise
+
+  def _made(self):
     tf = tensorflow()
     broken = (tf.errors.DataLossError, tf.errors.InvalidArgumentError)
     while self.train or self.step < self.steps:
@@ -287,6 +303,45 @@ class Batches:
                       f'config.input.bad_limit = {self.config.bad_limit}. Run `python -m data_pipelines.prepare '
                       'verify` on its folder, or raise the limit to leave bad records out') from None
     log.warning('bad record left out (%d so far): %s', len(self.bad), names)
+
+
+def in_thread(items: Iterable) -> Iterator:
+  """The items in order, made by a thread that is one ahead, so that one that is ready is there at once.
+
+  Without it whoever takes a batch stands in line for Python's lock behind all threads that make examples. What making
+  them raises is raised in the item's place. Closed, it waits for the item that is being made.
+  """
+  ready, stop, end = queue.Queue(1), threading.Event(), object()
+
+  def put(item, error=None):
+    while not stop.is_set():
+      with contextlib.suppress(queue.Full):
+        ready.put((item, error), timeout=0.1)
+        return
+
+  def make():
+    try:
+      for item in items:
+        put(item)
+        if stop.is_set():
+          return
+      put(end)
+    except BaseException as e:      # for whoever takes it
+      put(end, e)
+
+  thread = threading.Thread(target=make, name='batches', daemon=True)
+  thread.start()
+  try:
+    while True:
+      item, error = ready.get()
+      if error is not None:
+        raise error
+      if item is end:
+        return
+      yield item
+  finally:
+    stop.set()
+    thread.join()
 
 
 def _reason(error) -> str:

@@ -232,7 +232,7 @@ def _loop(config, mesh, batches, step, state, checkpoints, log, judge) -> tuple[
     checkpoints.settle()                  # as before each save, what is not kept goes
     checkpoints.wait_for_space(state)     # or it would end at its first save, with all that it had done
     logs.say(f'training from step {i} to {total}; the first step compiles')
-  with contextlib.closing(logs.Profile(config.profile, log.workdir, i)) as profile:
+  with contextlib.closing(logs.Profile(config.profile, log.workdir, i)) as profile, contextlib.closing(stream):
     while i < total and not reason:
       ledger.enter('save')
       profile(i)

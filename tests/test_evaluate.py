@@ -47,6 +47,13 @@ def test_103_examples_are_103(toy_config, folder, devices, batch):
   np.testing.assert_allclose([r['y'] for r in records], predicted, rtol=1e-5, atol=1e-6)
 
 
+def test_a_batch_is_begun_before_the_one_before_it_is_used():
+  begun = []
+  used = [(item, list(begun)) for item in evaluate.ahead(begun.append(i) or i for i in range(3))]
+  assert used == [(0, [0, 1]), (1, [0, 1, 2]), (2, [0, 1, 2])]
+  assert not list(evaluate.ahead([]))
+
+
 def everything(folder):
   """All evaluation records in one pass, as float64."""
   tf = pipeline.tensorflow()

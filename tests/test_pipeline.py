@@ -1,5 +1,8 @@
 """The order of the pipeline, on records that are numbers."""
 
+import queue
+import threading
+
 import numpy as np
 import pytest
 from data_pipelines import DataError, pipeline
@@ -159,6 +162,40 @@ def test_bad_first_record_is_no_filler(numbers, tmp_path):
   source = write(tmp_path, ['no number' if i in (0, 50) else str(i) for i in range(SIZE)])
   batches = list(pipeline.Batches(source, options(bad_limit=0.02), 8, range(8), train=False))
   assert joined(batches)[joined(batches, 'mask') > 0].tolist() == [i for i in range(SIZE) if i not in (0, 50)]
+
+
+def test_bad_records_are_told_when_their_batch_is_taken(tmp_path):
+  source = write(tmp_path, ['no number' if i == 12 else str(i) for i in range(SIZE)])
+  batches = pipeline.Batches(source, options(bad_limit=0.02), 4, range(4), train=False)
+  found = [(batches.step, list(batches.bad)) for _ in batches]
+  assert found[2:4] == [(3, []), (4, [12])] and found[-1] == (26, [12])
+
+
+def test_an_item_is_made_while_the_one_before_is_used():
+  made = queue.SimpleQueue()
+  items = pipeline.in_thread(made.put(i) or i for i in range(5))
+  assert next(items) == 0
+  assert [made.get(timeout=60) for _ in range(2)] == [0, 1]      # fails by queue.Empty
+  assert list(items) == [1, 2, 3, 4]
+
+
+def test_what_making_an_item_raises_comes_in_its_place_and_ends_the_thread():
+  def items():
+    yield 1
+    raise DataError('broken')
+  stream = pipeline.in_thread(items())
+  assert next(stream) == 1
+  with pytest.raises(DataError, match='broken'):
+    next(stream)
+  assert not [t for t in threading.enumerate() if t.name == 'batches']
+
+
+def test_a_stream_that_is_closed_leaves_no_thread(numbers):
+  stream = iter(pipeline.Batches(numbers, options(), 8, range(8), train=True))
+  next(stream)
+  assert [t for t in threading.enumerate() if t.name == 'batches']
+  stream.close()
+  assert not [t for t in threading.enumerate() if t.name == 'batches']
 
 
 def test_framing_finds_every_record(numbers):

@@ -286,14 +286,12 @@ def test_the_second_epoch_compiles_nothing(toy_config, tmp_path, monkeypatch):
 
 def test_broken_records_are_remembered(toy_config, tmp_path, monkeypatch):
   toy_config.input.bad_limit = 0.5
-  made = []
 
   class Bad(train.pipeline.Batches):
     """Batches that know of a bad record from the second step on."""
 
-    def __iter__(self):
-      made.append(self)
-      for batch in super().__iter__():
+    def _made(self):
+      for batch in super()._made():
         if self.train and self.step == 2 and not self.bad:
           self.bad.append(7)
         yield batch

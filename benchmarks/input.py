@@ -12,6 +12,7 @@ both take turns, three each, and the medians count. PyTorch is no dependency of 
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -60,9 +61,10 @@ def run(recipe: str, overrides: list[str], seconds: float, peer: bool = False) -
     _check_peer(config)
   source = task.source('train')
   batches = train.feed(source, config, range(config.input.batch_size))
+  workers = batches.begin()
   cores = len(os.sched_getaffinity(0))
-  with tempfile.TemporaryDirectory() as folder:
-    sides = {'lab': (_endless(batches), time.process_time)}
+  with contextlib.closing(batches), tempfile.TemporaryDirectory() as folder:
+    sides = {'lab': (_endless(batches), lambda: time.process_time() + sum(map(_cpu_seconds, workers)))}
     if peer:
       sides['peer'] = _peer(config, source, folder, cores)
     windows = {name: [] for name in sides}
@@ -136,8 +138,9 @@ def _medians(windows: list[tuple[float, float]]) -> dict[str, float]:
 
 
 def _stages(source, config, speed: dict, seconds: float) -> dict[str, float]:
-  """CPU milliseconds an item of each stage."""
+  """CPU milliseconds an item of each stage, all of them in this process."""
   from lab import train
+  config.input.workers = 0
   unchanged = lambda example, seed: example
   ends = [source._replace(decode=_touch, augment=unchanged),
           source._replace(decode=lambda s: _touch(source.decode(s)), augment=unchanged),

@@ -76,10 +76,12 @@ def measured(config, steps: int, profile: str, cache: str) -> dict:
   task, size, micro = load(config), config.input.batch_size, config.optim.accumulate
   mesh = meshes.make(config.mesh)
   with jax.set_mesh(mesh):
+    config.input.workers = 0
     batches = train.feed(task.source('train'), config, meshes.rows(mesh, size).fed)
-    tx, stream = optim.make(config.optim, config.total_steps), iter(batches)
+    tx = optim.make(config.optim, config.total_steps)
     like = train.abstract(task, tx, config, batches.spec(1), mesh)
-    data = meshes.place_stacked(mesh, [next(stream) for _ in range(micro)], size)
+    with contextlib.closing(iter(batches)) as stream:
+      data = meshes.place_stacked(mesh, [next(stream) for _ in range(micro)], size)
     step, seconds = compiled(lambda: train.make_step(task, tx, config, like, mesh), like, data)
     layout = jax.tree.map(lambda x: x.sharding, like)
     state = jax.jit(train.initial(task, tx, config, batches.spec(1)), out_shardings=layout)()

@@ -138,7 +138,7 @@ def check(serialized: bytes) -> str:
 
 
 def source(folder: str, split: str, image, augment, stride: int, people: int = 32,
-           decoded_gib: float = 0.0) -> Source:
+           decoded_gib: float = 0.0, processes: int = 1) -> Source:
   """A split as the pipeline reads it.
 
   An example, with S = image.size and N = S / stride (pixel centres at whole numbers, see warp.py):
@@ -158,8 +158,8 @@ def source(folder: str, split: str, image, augment, stride: int, people: int = 3
     augment: its `augment` section; None: the letterbox without chance, for evaluation.
     stride: pixels a label cell.
     people: rows; in training the last ones are dropped where a picture has more, in evaluation that is an error.
-    decoded_gib: memory of this process for decoded pictures, GiB, at most half of what is free; those that fit are
-      decoded once.
+    decoded_gib: memory for decoded pictures, GiB, at most half of what is free; those that fit are decoded once.
+    processes: how many have such a source, and share that memory.
 
   Raises:
     DataError: not prepared, no such split, or more people in an evaluated picture than rows.
@@ -179,7 +179,7 @@ def source(folder: str, split: str, image, augment, stride: int, people: int = 3
     raise DataError(f'{path}: a picture of {split!r} has {most} people, and evaluation may drop none: '
                     f'set people >= {most} (now {people})')
   shards = tuple(os.path.join(path, name) for name in sorted(entry['shards']))
-  kept = images.Kept(int(min(decoded_gib * 2**30, available_bytes() / 2)))
+  kept = images.Kept(int(min(decoded_gib * 2**30, available_bytes() / 2) / processes))
   return Source(shards, functools.partial(decode, kept=kept),
                 functools.partial(_example, image.size, stride, people, augment), entry['records'])
 

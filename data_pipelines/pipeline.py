@@ -196,6 +196,13 @@ class Batches:
     """Where the records of the global training batch at `step` lie, for a message."""
     return [place(self.source, self.index, r) for r in records_at(self.source, self.seed, step, self.batch_size)]
 
+  def begin(self) -> list[int]:
+    """Starts the processes that make batches, for whoever wants these later: none here, where threads do."""
+    return []
+
+  def close(self) -> None:
+    """Ends what was begun and not used."""
+
   @property
   def steps(self) -> int:
     """Batches that cover the split once."""

@@ -36,6 +36,7 @@ def core() -> ConfigDict:
           'eval_batch_size': 32,
           'cache': True,           # hold serialized records in RAM
           'threads': 0,            # of the input pipeline; 0: one a core
+          'workers': 0,            # processes that make training batches, sharing the threads; 0: the run's own threads
           'prefetch': 2,           # batches ready on the host
           'bad_limit': 0.0,        # share of records that may be broken; they are left out, counted and logged
       },
@@ -146,6 +147,11 @@ def of_run(workdir: str) -> ConfigDict:
     raise ConfigError(f'{path}: task = {task!r}, which is no system of the lab; what a run names is not imported: give '
                       '--config with the recipe of the run')
   return config
+
+
+def from_json(text: str) -> ConfigDict:
+  """The configuration that `to_json` wrote, locked."""
+  return ConfigDict(_tuples(json.loads(text))).lock()
 
 
 def _tuples(value):

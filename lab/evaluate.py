@@ -33,17 +33,20 @@ def make(task: Task, config, mesh, ledger: Ledger) -> Callable[[Any, Any], tuple
     return bool(task.picture) and i * rows.first < config.eval_pictures
 
   def begun(params, stats, i, batch):
-    """The sums of batch i on the devices, and its outputs where they are wanted; not waited for."""
+    """The sums of batch i on the devices, and its outputs where they are wanted; not waited for.
+
+    And the batch there, for on a GPU letting go of what a program still reads waits for it.
+    """
     placed = meshes.place(mesh, batch, size)
     if task.score or drawn(i):
-      return judge(params, stats, jax.random.fold_in(key, i), placed)
-    return measure(params, stats, placed), None
+      return *judge(params, stats, jax.random.fold_in(key, i), placed), placed
+    return measure(params, stats, placed), None, placed
 
   def run(params, stats):
     totals, pictures, records = {}, {}, []
     batches.step, progress = 0, logs.Progress('evaluating', batches.steps)
     stream = ((i, batch, begun(params, stats, i, batch)) for i, batch in enumerate(batches))
-    for i, batch, (sums, outputs) in ahead(stream):
+    for i, batch, (sums, outputs, _) in ahead(stream):
       if meshes.interrupted():
         raise Interrupted
       totals = metrics.merge(totals, jax.device_get(sums))

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from data_pipelines import pipeline
 from lab import accumulate, evaluate, files, flops, ledger as ledgers, logs, memory, mesh as meshes, metrics, optim
-from lab import peers, programs, sharding
+from lab import peers, programs, sharding, workers
 from lab.checkpoint import Checkpoints
 from lab.checksums import digest
 from lab.config import choice, core, flatten
@@ -39,6 +39,7 @@ def check(config) -> None:
   choice(config, 'prng', ('threefry2x32', 'rbg'))
   for key, least in (('total_steps', 1), ('log_steps', 1), ('eval_steps', 0), ('eval_pictures', 0),
                      ('input.batch_size', 1), ('input.eval_batch_size', 1), ('input.prefetch', 1), ('input.threads', 0),
+                     ('input.workers', 0),
                      ('input.bad_limit', 0), ('checkpoint.steps', 0), ('checkpoint.keep', -1), ('profile.start', 0),
                      ('profile.steps', 0), ('peak_tflops', 0), ('processes.start_s', 1),
                      ('processes.heartbeat_s', 4), ('lr_find.steps', 5), ('early_stop.patience', 0),
@@ -83,6 +84,8 @@ def check(config) -> None:
 
 def feed(source: pipeline.Source, config, rows) -> pipeline.Batches:
   """The training batches; of each global one the `rows` that this process feeds."""
+  if config.input.workers:
+    return workers.WorkerBatches(source, config, rows)
   return pipeline.Batches(source, config.input, config.input.batch_size, rows, train=True, seed=config.seed)
 
 
@@ -134,7 +137,8 @@ def run(task: Task, config, workdir: str, began: float | None = None) -> dict[st
     memory.check_state(like)
     data = pipeline.fingerprint(source, batches.index)
     peers.agree('data', {'the training split': data})
-    with contextlib.closing(Checkpoints(workdir, config, data)) as checkpoints:
+    with contextlib.closing(batches), contextlib.closing(Checkpoints(workdir, config, data)) as checkpoints:
+      batches.begin()
       ledger.enter('restore' if checkpoints.steps() else 'start')
       state = start(task, tx, config, like, batches.spec(1), checkpoints)
       ledger.at(int(state.step), 'resumed')
@@ -239,9 +243,10 @@ def _loop(config, mesh, batches, step, state, checkpoints, log, judge) -> tuple[
       ledger.enter('wait')
       micro = [next(stream) for _ in range(accumulate.count(config.optim, i))]
       ledger.enter('step')
-      state, sums = step(state, meshes.place_stacked(mesh, micro, config.input.batch_size))
+      placed = meshes.place_stacked(mesh, micro, config.input.batch_size)
+      state, sums = step(state, placed)
       i += 1
-      watch(i, sums)
+      watch(i, sums, placed)
       ledger.at(i)
       peers.note(i)
       pace(i, ledger.seconds['wait'] + ledger.seconds['step'])
@@ -324,22 +329,26 @@ def _evaluate(i, state, judge, log):
 
 
 class _Watch:
-  """Ends the run after too many non-finite updates in a row; looks one step back, so as not to wait for the device."""
+  """Ends the run after too many non-finite updates in a row; looks one step back, so as not to wait for the device.
+
+  It also holds the batch of the step that it has not looked at yet: on a GPU, letting go of an array that a program
+  still reads waits for that program.
+  """
 
   def __init__(self, config, batches):
     self.optim, self.batches, self.last = config.optim, batches, None
 
-  def __call__(self, step, sums):
+  def __call__(self, step, sums, placed):
     self.settle()
-    self.last = step, sums
+    self.last = step, sums, placed
 
   def settle(self):
     """Looks at the last step that was noted."""
     if self.last is None:
       return
-    step, sums = self.last
+    step, sums, _ = self.last
+    row = int(sums['skipped_in_a_row'][0])      # waits for the step
     self.last = None
-    row = int(sums['skipped_in_a_row'][0])
     if not row:
       return
     sums = jax.device_get(sums)

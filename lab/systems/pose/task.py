@@ -57,7 +57,7 @@ def make_task(config) -> Task:
     train = split == 'train'
     return coco.source(config.data.dir, config.data[split], config.image,
                        config.augment if train and config.augment.on else None, stride, config.data.people,
-                       config.data.decoded_gib if train else 0.0)
+                       config.data.decoded_gib if train else 0.0, max(config.input.workers, 1))
 
   return Task(init=init, loss=loss, measure=measure, predict=predict, source=source, rules=RULES, score=score.score,
               records=functools.partial(records, config.decode), picture=functools.partial(picture, config.decode),

@@ -1,0 +1,196 @@
+"""Training batches made by processes of their own: one alone makes no more than its one lock of Python lets it.
+
+Each worker makes some rows of every batch, as pipeline.Batches does for one host of several; so batches are the same
+for any number of workers. It gets its job as a line of JSON, and writes to a pipe, a batch after the other: JSON behind
+its length, then the bytes of the arrays in the order of their names. Once nobody reads its pipe it ends, so that no
+worker outlives a run, however that ended.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import select
+import struct
+import subprocess
+import sys
+import traceback
+
+import numpy as np
+from data_pipelines import DataError, TooLarge, pipeline
+
+from lab import config as configs
+from lab.task import ConfigError, load
+
+PIPE_BYTES = 1 << 20
+HEAD = struct.Struct('<I')      # bytes of the JSON that follows
+RAISED = {e.__name__: e for e in (ConfigError, DataError, TooLarge)}      # what a worker tells of, by its name
+
+
+class WorkerLost(DataError):
+  """A worker that ended by itself, or stands still."""
+
+
+class WorkerBatches(pipeline.Batches):
+  """The training batches of pipeline.Batches, made by config.input.workers processes; `rows` as there."""
+
+  def __init__(self, source: pipeline.Source, config, rows):
+    # records are read from files, which the system keeps in memory once for all workers
+    options = configs.from_json(config.to_json()).unlock().input
+    options.cache = False
+    super().__init__(source, options, options.batch_size, rows, train=True, seed=config.seed)
+    self.whole, self.idle = config, []
+    self.parts = [p.tolist() for p in np.array_split(self.rows, min(options.workers, len(self.rows)))]
+
+  def begin(self) -> list[int]:
+    """Starts the workers, which take seconds to import what they need, where iterating has not; their processes."""
+    while len(self.idle) < len(self.parts):
+      self.idle.append(Worker(self.whole.processes.start_s))
+    return [w.process.pid for w in self.idle]
+
+  def close(self) -> None:
+    """Ends the workers that were started and never used."""
+    while self.idle:
+      self.idle.pop().close()
+
+  def _made(self):
+    self.begin()
+    spec = self.spec(len(self.rows))
+    job = {'config': self.whole.to_json(), 'step': self.step, 'bad': self.bad}
+    with contextlib.ExitStack() as stack:
+      workers = [stack.enter_context(contextlib.closing(self.idle.pop())) for _ in self.parts]
+      for worker, rows in zip(workers, self.parts):
+        worker.begin({**job, 'rows': rows})
+      while True:
+        batch, at = {k: np.empty(s.shape, s.dtype) for k, s in sorted(spec.items())}, 0
+        for worker, rows in zip(workers, self.parts):
+          self._told(worker.read([v[at:at + len(rows)] for v in batch.values()]))
+          at += len(rows)
+        self.step += 1
+        yield batch
+
+  def _told(self, head):
+    """Takes in what a worker found: records that are bad, and what it said of them."""
+    for text in head['said']:
+      pipeline.log.warning(text)
+    self.bad = sorted({*self.bad, *head['bad']})
+    if len(self.bad) > self.config.bad_limit * self.source.size:
+      raise DataError(f'{len(self.bad)} bad records of {self.source.size}, found by several workers; '
+                      f'config.input.bad_limit = {self.config.bad_limit}')
+
+
+class Worker:
+  """A process that makes batches, and the pipe that they come through; it may be silent for `limit` seconds."""
+
+  def __init__(self, limit: float):
+    self.limit = limit
+    read, write = os.pipe()
+    fcntl.fcntl(read, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    path = os.pathsep.join(filter(None, (root, os.environ.get('PYTHONPATH'))))
+    try:
+      # in a session of its own: Ctrl-C is for the run, which ends its workers when it has saved
+      self.process = subprocess.Popen([sys.executable, '-m', 'lab.workers', str(write)], stdin=subprocess.PIPE,
+                                      pass_fds=[write], start_new_session=True,
+                                      env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': path})
+    finally:
+      os.close(write)
+    self.pipe = open(read, 'rb', 0)
+
+  def begin(self, job: dict) -> None:
+    """Gives it its work; see _work."""
+    with contextlib.suppress(BrokenPipeError):      # it is lost, as read() will tell
+      self.process.stdin.write(json.dumps(job).encode() + b'\n')
+      self.process.stdin.flush()
+
+  def read(self, arrays: list[np.ndarray]) -> dict:
+    """Fills the arrays with its next rows and returns what it says of them. Raises what it raised, or WorkerLost."""
+    length = bytearray(HEAD.size)
+    self._fill(length)
+    text = bytearray(*HEAD.unpack(length))
+    self._fill(text)
+    head = json.loads(text)
+    if 'error' in head:
+      raise RAISED.get(head['kind'], RuntimeError)(head['error'])
+    for array in arrays:
+      self._fill(array.reshape(-1).view(np.uint8))
+    return head
+
+  def _fill(self, buffer):
+    view = memoryview(buffer)
+    while view:
+      if not select.select([self.pipe], [], [], self.limit)[0]:
+        self._lost(f'has been silent for {self.limit:g} s')
+      count = self.pipe.readinto(view)
+      if not count:
+        code = self.process.wait()
+        self._lost(f'was killed by signal {-code}' if code < 0 else f'ended with code {code}')
+      view = view[count:]
+
+  def _lost(self, what):
+    raise WorkerLost(f'a worker that makes batches (process {self.process.pid}) {what}; if memory is short, lower '
+                     'config.input.workers. The same command started again goes on from the last checkpoint')
+
+  def close(self) -> None:
+    """Ends it."""
+    self.process.kill()
+    self.process.wait()
+    self.pipe.close()
+    with contextlib.suppress(BrokenPipeError):
+      self.process.stdin.close()
+
+
+class _Said(logging.Handler):
+  """Keeps the warnings of the pipeline, for the run to say."""
+
+  def __init__(self):
+    super().__init__(logging.WARNING)
+    self.texts = []
+
+  def emit(self, record):
+    self.texts.append(record.getMessage())
+
+
+def main(argv: list[str]) -> int:
+  """The worker: argv[1] is the pipe's number, the job comes on standard input."""
+  pipeline.tensorflow()
+  with contextlib.suppress(BrokenPipeError), os.fdopen(int(argv[1]), 'wb') as out:
+    if line := sys.stdin.readline():
+      try:
+        _work(json.loads(line), out)
+      except BrokenPipeError:
+        raise
+      except Exception as e:
+        if type(e).__name__ not in RAISED:
+          traceback.print_exc()
+        _write(out, {'error': str(e) or repr(e), 'kind': type(e).__name__})
+  return 0
+
+
+def _work(job, out):
+  """job: the run's config as JSON, the rows to make, the step to begin with, and the records known to be bad."""
+  said = _Said()
+  pipeline.log.addHandler(said)
+  pipeline.log.propagate = False
+  config = configs.from_json(job['config']).unlock()
+  options = config.input
+  options.cache, options.threads = False, options.threads or max(os.cpu_count() // options.workers, 1)
+  batches = pipeline.Batches(load(config).source('train'), options, options.batch_size, job['rows'], train=True,
+                             seed=config.seed, start=job['step'])
+  batches.bad = job['bad']
+  for batch in batches:
+    _write(out, {'bad': batches.bad, 'said': said.texts}, [v for _, v in sorted(batch.items())])
+    said.texts.clear()
+
+
+def _write(out, head, arrays=()):
+  text = json.dumps(head).encode()
+  out.write(HEAD.pack(len(text)) + text)
+  for array in arrays:
+    out.write(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
+  out.flush()
+
+
+if __name__ == '__main__':
+  os._exit(main(sys.argv))      # TensorFlow's threads may still make examples, and would be waited for

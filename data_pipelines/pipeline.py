@@ -27,6 +27,7 @@ import numpy as np
 from data_pipelines import DataError, TooLarge
 
 log = logging.getLogger('data_pipelines')
+CLOSING_S = 10.0
 Example = Mapping[str, Any]    # leaves of fixed shape, once augmented
 
 
@@ -203,6 +204,9 @@ class Batches:
   def close(self) -> None:
     """Ends what was begun and not used."""
 
+  def hurry(self) -> None:
+    """Lets a batch that is being made fail, for nobody wants it any more; called by another thread."""
+
   @property
   def steps(self) -> int:
     """Batches that cover the split once."""
@@ -213,7 +217,7 @@ class Batches:
     maker.bad = list(self.bad)        # the maker is a batch or two ahead, and may know of more
     made = ((batch, tuple(maker.bad)) for batch in maker._made())
     try:
-      with contextlib.closing(in_thread(made)) as stream:
+      with contextlib.closing(in_thread(made, maker.hurry)) as stream:
         for batch, bad in stream:
           self.step, self.bad = self.step + 1, list(bad)
           yield batch
@@ -312,11 +316,12 @@ class Batches:
     log.warning('bad record left out (%d so far): %s', len(self.bad), names)
 
 
-def in_thread(items: Iterable) -> Iterator:
+def in_thread(items: Iterable, hurry: Callable[[], None] = lambda: None) -> Iterator:
   """The items in order, made by a thread that is one ahead, so that one that is ready is there at once.
 
   Without it whoever takes a batch stands in line for Python's lock behind all threads that make examples. What making
-  them raises is raised in the item's place. Closed, it waits for the item that is being made.
+  them raises is raised in the item's place. Closed, it calls `hurry` and waits for the item
+  that is being made, but no longer than CLOSING_S: one that reads what does not answer would hold up the end of a run.
   """
   ready, stop, end = queue.Queue(1), threading.Event(), object()
 
@@ -348,7 +353,8 @@ def in_thread(items: Iterable) -> Iterator:
       yield item
   finally:
     stop.set()
-    thread.join()
+    hurry()
+    thread.join(CLOSING_S)
 
 
 def _reason(error) -> str:

@@ -37,7 +37,7 @@ def core() -> ConfigDict:
           'cache': True,           # hold serialized records in RAM
           'threads': 0,            # of the input pipeline; 0: one a core
           'workers': 0,            # processes that make training batches, sharing the threads; 0: the run's own threads
-          'prefetch': 2,           # batches ready on the host
+          'prefetch': 2,           # batches ready on the host, beside one or two that are handed on
           'bad_limit': 0.0,        # share of records that may be broken; they are left out, counted and logged
       },
       'optim': _optim(),

@@ -1,5 +1,6 @@
 """Evaluation: masked sums over a whole split, and a score on the host; every example counts once."""
 
+import contextlib
 import itertools
 from typing import Any, Callable, Iterable, Iterator, Mapping
 
@@ -35,7 +36,7 @@ def make(task: Task, config, mesh, ledger: Ledger) -> Callable[[Any, Any], tuple
   def begun(params, stats, i, batch):
     """The sums of batch i on the devices, and its outputs where they are wanted; not waited for.
 
-    And the batch there, for on a GPU letting go of what a program still reads waits for it.
+    And the batch there: on a GPU, letting go of what a program still reads was seen to wait for it.
     """
     placed = meshes.place(mesh, batch, size)
     if task.score or drawn(i):
@@ -45,20 +46,21 @@ def make(task: Task, config, mesh, ledger: Ledger) -> Callable[[Any, Any], tuple
   def run(params, stats):
     totals, pictures, records = {}, {}, []
     batches.step, progress = 0, logs.Progress('evaluating', batches.steps)
-    stream = ((i, batch, begun(params, stats, i, batch)) for i, batch in enumerate(batches))
-    for i, batch, (sums, outputs, _) in ahead(stream):
-      if meshes.interrupted():
-        raise Interrupted
-      totals = metrics.merge(totals, jax.device_get(sums))
-      if outputs is not None:
-        outputs, batch = real_rows(meshes.local(outputs), batch, rows.speaks)
-        few = config.eval_pictures - len(pictures)      # what makes a picture at all makes one of each row, or more
-        if drawn(i) and few and len(batch['mask']):
-          new = task.picture(*jax.tree.map(lambda x: x[:few], (outputs, batch)))
-          pictures.update(itertools.islice(new.items(), few))
-        if task.score:
-          records += task.records(outputs, batch)
-      progress(i + 1)
+    with contextlib.closing(iter(batches)) as made:
+      stream = ((i, batch, begun(params, stats, i, batch)) for i, batch in enumerate(made))
+      for i, batch, (sums, outputs, _) in ahead(stream):
+        if meshes.interrupted():
+          raise Interrupted
+        totals = metrics.merge(totals, jax.device_get(sums))
+        if outputs is not None:
+          outputs, batch = real_rows(meshes.local(outputs), batch, rows.speaks)
+          few = config.eval_pictures - len(pictures)      # what makes a picture at all makes one of each row, or more
+          if drawn(i) and few and len(batch['mask']):
+            new = task.picture(*jax.tree.map(lambda x: x[:few], (outputs, batch)))
+            pictures.update(itertools.islice(new.items(), few))
+          if task.score:
+            records += task.records(outputs, batch)
+        progress(i + 1)
     examples = totals.pop('examples')[0]
     scalars = {'examples': examples, **task.finish(totals)}
     if batches.bad:

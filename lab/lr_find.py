@@ -78,6 +78,7 @@ def _measure(task, config, workdir, mesh) -> tuple[list[float], list[float]]:
     best = min(best, smoothed)
     if smoothed > best + (WORSE - 1) * abs(best) and i > 10:
       break
+  stream.close()
   return rates, losses
 
 

@@ -83,7 +83,7 @@ def check(config) -> None:
 
 
 def feed(source: pipeline.Source, config, rows) -> pipeline.Batches:
-  """The training batches; of each global one the `rows` that this process feeds."""
+  """The training batches of the source of this config; of each global one the `rows` that this process feeds."""
   if config.input.workers:
     return workers.WorkerBatches(source, config, rows)
   return pipeline.Batches(source, config.input, config.input.batch_size, rows, train=True, seed=config.seed)
@@ -253,6 +253,9 @@ def _loop(config, mesh, batches, step, state, checkpoints, log, judge) -> tuple[
       if i % config.log_steps == 0 or i == total:
         _log(i, sums, batches, config, log)
       due = i == total or config.eval_steps and i % config.eval_steps == 0
+      if due:
+        watch.settle()
+        placed = None      # evaluation may need its memory
       scores = _evaluate(i, state, judge, log) if due else None
       reason = '' if scores is None else _stalled(config, log.workdir)
       end = i == total or bool(reason)
@@ -332,7 +335,7 @@ class _Watch:
   """Ends the run after too many non-finite updates in a row; looks one step back, so as not to wait for the device.
 
   It also holds the batch of the step that it has not looked at yet: on a GPU, letting go of an array that a program
-  still reads waits for that program.
+  still reads was seen to wait for that program.
   """
 
   def __init__(self, config, batches):

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -20,10 +21,11 @@ import traceback
 import numpy as np
 from data_pipelines import DataError, TooLarge, pipeline
 
-from lab import config as configs
+from lab import config as configs, files
 from lab.task import ConfigError, load
 
 PIPE_BYTES = 1 << 20
+SILENCE_S = 300.0               # after which a worker is taken for one that stands still
 HEAD = struct.Struct('<I')      # bytes of the JSON that follows
 RAISED = {e.__name__: e for e in (ConfigError, DataError, TooLarge)}      # what a worker tells of, by its name
 
@@ -36,17 +38,16 @@ class WorkerBatches(pipeline.Batches):
   """The training batches of pipeline.Batches, made by config.input.workers processes; `rows` as there."""
 
   def __init__(self, source: pipeline.Source, config, rows):
-    # records are read from files, which the system keeps in memory once for all workers
     options = configs.from_json(config.to_json()).unlock().input
     options.cache = False
     super().__init__(source, options, options.batch_size, rows, train=True, seed=config.seed)
-    self.whole, self.idle = config, []
+    self.whole, self.idle, self.busy, self.over = config, [], [], False
     self.parts = [p.tolist() for p in np.array_split(self.rows, min(options.workers, len(self.rows)))]
 
   def begin(self) -> list[int]:
     """Starts the workers, which take seconds to import what they need, where iterating has not; their processes."""
     while len(self.idle) < len(self.parts):
-      self.idle.append(Worker(self.whole.processes.start_s))
+      self.idle.append(Worker())
     return [w.process.pid for w in self.idle]
 
   def close(self) -> None:
@@ -54,28 +55,53 @@ class WorkerBatches(pipeline.Batches):
     while self.idle:
       self.idle.pop().close()
 
+  def hurry(self) -> None:
+    """Kills the workers; whoever reads what they make is told at once."""
+    self.over = True
+    for worker in self.busy:
+      worker.process.kill()
+
   def _made(self):
-    self.begin()
     spec = self.spec(len(self.rows))
-    job = {'config': self.whole.to_json(), 'step': self.step, 'bad': self.bad}
-    with contextlib.ExitStack() as stack:
-      workers = [stack.enter_context(contextlib.closing(self.idle.pop())) for _ in self.parts]
-      for worker, rows in zip(workers, self.parts):
-        worker.begin({**job, 'rows': rows})
+    self.begin()
+    try:
+      for part in range(len(self.parts)):
+        self.busy.append(self.idle.pop())
+        self._give(part)
       while True:
         batch, at = {k: np.empty(s.shape, s.dtype) for k, s in sorted(spec.items())}, 0
-        for worker, rows in zip(workers, self.parts):
-          self._told(worker.read([v[at:at + len(rows)] for v in batch.values()]))
+        for part, rows in enumerate(self.parts):
+          self._told(self._read(part, [v[at:at + len(rows)] for v in batch.values()]))
           at += len(rows)
         self.step += 1
         yield batch
+    finally:
+      while self.busy:
+        self.busy.pop().close()
+
+  def _give(self, part):
+    self.busy[part].begin({'config': self.whole.to_json(), 'step': self.step, 'bad': self.bad,
+                           'rows': self.parts[part], 'workers': len(self.parts)})
+
+  def _read(self, part, arrays):
+    """The next rows of a part; where its worker is lost another one makes them, for they depend on the step alone."""
+    try:
+      return self.busy[part].read(arrays)
+    except WorkerLost as e:
+      if self.over:
+        raise
+      pipeline.log.warning('%s; another one goes on in its place', e)
+    self.busy[part].close()
+    self.busy[part] = Worker()
+    self._give(part)
+    return self.busy[part].read(arrays)
 
   def _told(self, head):
     """Takes in what a worker found: records that are bad, and what it said of them."""
     for text in head['said']:
       pipeline.log.warning(text)
-    self.bad = sorted({*self.bad, *head['bad']})
-    if len(self.bad) > self.config.bad_limit * self.source.size:
+    known, self.bad = self.bad, sorted({*self.bad, *head['bad']})
+    if len(self.bad) > max(len(known), self.config.bad_limit * self.source.size):
       raise DataError(f'{len(self.bad)} bad records of {self.source.size}, found by several workers; '
                       f'config.input.bad_limit = {self.config.bad_limit}')
 
@@ -83,20 +109,27 @@ class WorkerBatches(pipeline.Batches):
 class Worker:
   """A process that makes batches, and the pipe that they come through; it may be silent for `limit` seconds."""
 
-  def __init__(self, limit: float):
+  def __init__(self, limit: float = SILENCE_S):
     self.limit = limit
     read, write = os.pipe()
-    fcntl.fcntl(read, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    with contextlib.suppress(OSError):      # it is slower, no more, where the system grants no pipes of this size
+      fcntl.fcntl(read, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    self.pipe = os.fdopen(read, 'rb', 0)
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     path = os.pathsep.join(filter(None, (root, os.environ.get('PYTHONPATH'))))
+    # whoever stops a run may tell all of its processes, but it needs its workers until it has saved: signals are held
+    # back while it starts one, which inherits that
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
     try:
-      # in a session of its own: Ctrl-C is for the run, which ends its workers when it has saved
       self.process = subprocess.Popen([sys.executable, '-m', 'lab.workers', str(write)], stdin=subprocess.PIPE,
                                       pass_fds=[write], start_new_session=True,
                                       env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': path})
+    except OSError:
+      self.pipe.close()
+      raise
     finally:
+      signal.pthread_sigmask(signal.SIG_SETMASK, before)
       os.close(write)
-    self.pipe = open(read, 'rb', 0)
 
   def begin(self, job: dict) -> None:
     """Gives it its work; see _work."""
@@ -118,9 +151,10 @@ class Worker:
     return head
 
   def _fill(self, buffer):
-    view = memoryview(buffer)
+    view, ready = memoryview(buffer), select.poll()
+    ready.register(self.pipe, select.POLLIN)
     while view:
-      if not select.select([self.pipe], [], [], self.limit)[0]:
+      if not ready.poll(1000 * self.limit):
         self._lost(f'has been silent for {self.limit:g} s')
       count = self.pipe.readinto(view)
       if not count:
@@ -130,7 +164,7 @@ class Worker:
 
   def _lost(self, what):
     raise WorkerLost(f'a worker that makes batches (process {self.process.pid}) {what}; if memory is short, lower '
-                     'config.input.workers. The same command started again goes on from the last checkpoint')
+                     'config.input.workers')
 
   def close(self) -> None:
     """Ends it."""
@@ -151,6 +185,10 @@ class _Said(logging.Handler):
   def emit(self, record):
     self.texts.append(record.getMessage())
 
+  def taken(self) -> list[str]:
+    """What was said since the last call; the pipeline's thread may be saying more."""
+    return [self.texts.pop(0) for _ in range(len(self.texts))]
+
 
 def main(argv: list[str]) -> int:
   """The worker: argv[1] is the pipe's number, the job comes on standard input."""
@@ -169,19 +207,19 @@ def main(argv: list[str]) -> int:
 
 
 def _work(job, out):
-  """job: the run's config as JSON, the rows to make, the step to begin with, and the records known to be bad."""
+  """job: the run's config as JSON, rows to make, step to begin with, records known to be bad, number of workers."""
   said = _Said()
   pipeline.log.addHandler(said)
   pipeline.log.propagate = False
   config = configs.from_json(job['config']).unlock()
-  options = config.input
-  options.cache, options.threads = False, options.threads or max(os.cpu_count() // options.workers, 1)
-  batches = pipeline.Batches(load(config).source('train'), options, options.batch_size, job['rows'], train=True,
-                             seed=config.seed, start=job['step'])
+  options, source = config.input, load(config).source('train')
+  options.threads = max((options.threads or os.cpu_count()) // job['workers'], 1)
+  options.cache &= files.remote(source.read[0])      # of files the system has one copy in memory for all workers
+  batches = pipeline.Batches(source, options, options.batch_size, job['rows'], train=True, seed=config.seed,
+                             start=job['step'])
   batches.bad = job['bad']
   for batch in batches:
-    _write(out, {'bad': batches.bad, 'said': said.texts}, [v for _, v in sorted(batch.items())])
-    said.texts.clear()
+    _write(out, {'bad': batches.bad, 'said': said.taken()}, [v for _, v in sorted(batch.items())])
 
 
 def _write(out, head, arrays=()):

@@ -11,77 +11,94 @@ import numpy as np
 import pytest
 from data_pipelines import DataError, pipeline
 
-from lab import train, workers
-from lab.task import ConfigError
+from lab import mesh as meshes, train, workers
 from tests import toy
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
-def batches_of(config, rows, count, workers_, start=0):
-  config.input.workers = workers_
+def batches_of(config, rows, count, start=0):
   found = train.feed(toy.make_task(config).source('train'), config, rows)
   found.step = start
   with contextlib.closing(iter(found)) as stream:
     return found, [next(stream) for _ in range(count)]
 
 
-def children(pid):
-  """The living processes that `pid` started."""
+def children(pid=None):
+  """The living workers that `pid` started, or this process."""
   found = []
   for name in filter(str.isdigit, os.listdir('/proc')):
-    with contextlib.suppress(OSError), open(f'/proc/{name}/stat', encoding='ascii') as f:
-      state, parent = f.read().rpartition(')')[2].split()[:2]
-      found += [int(name)] * (int(parent) == pid and state != 'Z')
+    with contextlib.suppress(OSError):
+      with open(f'/proc/{name}/cmdline', encoding='utf-8') as f:
+        ours = 'lab.workers' in f.read()
+      found += [int(name)] * (ours and parent_of(name) == (pid or os.getpid()))
   return found
 
 
+def parent_of(process):
+  """0 of one that is over."""
+  with contextlib.suppress(OSError), open(f'/proc/{process}/stat', encoding='ascii') as f:
+    state, parent = f.read().rpartition(')')[2].split()[:2]
+    return 0 if state == 'Z' else int(parent)
+  return 0
+
+
 @pytest.fixture
-def toy_data(toy_config, tmp_path, monkeypatch):
+def prepared(toy_config, tmp_path):
   toy_config.data.dir = toy.write(str(tmp_path))
   return toy_config
 
 
-@pytest.mark.parametrize('rows, start', [(range(8), 0), ((1, 2, 5), 3)])
-def test_workers_make_the_batches_of_one_process(toy_data, rows, start):
-  _, plain = batches_of(toy_data, rows, 6, 0, start)
-  found, made = batches_of(toy_data, rows, 6, 3, start)
-  assert found.step == start + 6
-  for a, b in zip(plain, made, strict=True):
-    assert a.keys() == b.keys()
-    for k in a:
-      assert a[k].dtype == b[k].dtype
-      np.testing.assert_array_equal(a[k], b[k])
-  assert not children(os.getpid())
+def test_workers_make_the_batches_of_one_process(prepared, caplog):
+  """Though a record is bad, one of them is killed, and the other is told to end as the run is."""
+  broken(prepared)
+  prepared.input.bad_limit = 0.1
+  plain, expected = batches_of(prepared, (1, 2, 5), 12, start=3)
+  prepared.input.workers = 2
+  found = train.feed(toy.make_task(prepared).source('train'), prepared, (1, 2, 5))
+  found.step = 3
+  first, second = found.begin()
+  for number in (signal.SIGTERM, signal.SIGINT):
+    os.kill(first, number)
+  with contextlib.closing(iter(found)) as stream:
+    for i, batch in enumerate(expected):
+      made = next(stream)
+      assert batch.keys() == made.keys()
+      for k in batch:
+        assert batch[k].dtype == made[k].dtype
+        np.testing.assert_array_equal(batch[k], made[k])
+      if i == 1:
+        assert first in children()
+        os.kill(second, signal.SIGKILL)
+        os.kill(first, signal.SIGKILL)
+  assert not children()
+  assert found.step == plain.step == 15 and found.bad == plain.bad == [3]
+  said = [r.getMessage() for r in caplog.records]
+  assert sum('killed by signal 9; ' in text for text in said) == 2
+  assert sum('bad record left out' in text for text in said) >= 2      # by both ways
+  assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGTERM, signal.SIGINT}
 
 
-def test_no_more_workers_than_rows(toy_data):
-  toy_data.input.workers = 9
-  assert train.feed(toy.make_task(toy_data).source('train'), toy_data, range(8)).parts == [[i] for i in range(8)]
+def test_no_more_workers_than_rows(prepared):
+  prepared.input.workers = 9
+  assert train.feed(toy.make_task(prepared).source('train'), prepared, range(8)).parts == [[i] for i in range(8)]
 
 
-def test_workers_that_began_and_were_not_used_are_ended(toy_data):
-  toy_data.input.workers = 2
-  batches = train.feed(toy.make_task(toy_data).source('train'), toy_data, range(8))
+def test_workers_that_began_and_were_not_used_are_ended(prepared):
+  prepared.input.workers = 2
+  batches = train.feed(toy.make_task(prepared).source('train'), prepared, range(8))
   found = batches.begin()
-  assert sorted(found) == sorted(children(os.getpid())) and len(found) == 2
+  assert sorted(found) == sorted(children()) and len(found) == 2
   batches.close()
-  assert not children(os.getpid())
+  assert not children()
 
 
-def test_bad_records_of_all_workers_are_counted_and_told(toy_data, caplog):
-  broken(toy_data)
-  toy_data.input.bad_limit = 0.1
-  found, made = batches_of(toy_data, range(8), 8, 2)
-  assert found.bad == [3] and sum(int((b['mask'] == 0).sum()) for b in made) == 2      # two epochs and a bit
-  assert [r.getMessage() for r in caplog.records if 'bad record left out' in r.getMessage()]
-
-
-def test_too_many_bad_records_stop(toy_data):
-  broken(toy_data)
+def test_too_many_bad_records_stop(prepared):
+  broken(prepared)
+  prepared.input.workers = 1
   with pytest.raises(DataError, match='bad record at step'):
-    batches_of(toy_data, range(8), 8, 1)
-  assert not children(os.getpid())
+    batches_of(prepared, range(8), 8)
+  assert not children()
 
 
 def broken(config):
@@ -95,9 +112,10 @@ def broken(config):
     f.write(bytes([byte[0] ^ 255]))
 
 
-def test_bad_records_of_several_workers_are_too_many_together(toy_data):
-  batches = train.feed(toy.make_task(toy_data).source('train'), with_workers(toy_data, 2), range(8))
+def test_bad_records_of_several_workers_are_too_many_together(prepared):
+  batches = train.feed(toy.make_task(prepared).source('train'), with_workers(prepared, 2), range(8))
   batches.config.bad_limit, batches.bad = 0.05, [1]
+  batches._told({'said': [], 'bad': [1]})
   with pytest.raises(DataError, match='2 bad records of 30'):
     batches._told({'said': [], 'bad': [1, 7]})
 
@@ -107,14 +125,12 @@ def with_workers(config, count):
   return config
 
 
-def test_a_worker_that_is_killed_ends_the_run_with_3(toy_data):
-  batches = train.feed(toy.make_task(toy_data).source('train'), with_workers(toy_data, 2), range(8))
-  os.kill(batches.begin()[0], signal.SIGKILL)
-  with pytest.raises(workers.WorkerLost, match='killed by signal 9') as e:
+def test_a_worker_that_is_lost_again_ends_the_run_with_3(prepared, monkeypatch):
+  monkeypatch.setattr(workers.sys, 'executable', '/bin/false')
+  batches = train.feed(toy.make_task(prepared).source('train'), with_workers(prepared, 1), range(8))
+  with pytest.raises(workers.WorkerLost, match='ended with code 1') as e:
     next(iter(batches))
   assert e.value.exit_code == 3
-  del e
-  assert not children(os.getpid())
 
 
 def test_a_worker_that_stands_still_is_told():
@@ -125,29 +141,21 @@ def test_a_worker_that_stands_still_is_told():
       worker.read([])
 
 
-def test_what_a_worker_raises_is_raised(toy_data):
-  toy_data.input.workers = 1
-  batches = train.feed(toy.make_task(toy_data).source('train'), toy_data, range(8))
-  batches.whole.unlock().task = 'tests.no_such'
-  with pytest.raises(ConfigError, match='no such module'):
-    next(iter(batches))
-
-
 PARENT = '''
-import os, sys
+import sys
+from lab import workers
 from tests import toy
-from lab import train
 config = toy.get_config()
 config.data.dir, config.input.workers = sys.argv[1], 1
-stream = iter(train.feed(toy.make_task(config).source('train'), config, range(8)))
-next(stream)
+worker = workers.Worker()
+worker.begin({'config': config.to_json(), 'step': 0, 'bad': [], 'rows': list(range(8)), 'workers': 1})
 print('ready', flush=True)
 sys.stdin.read()
 '''
 
 
-def test_no_worker_outlives_a_run_that_is_killed(toy_data):
-  parent = subprocess.Popen([sys.executable, '-c', PARENT, toy_data.data.dir], stdin=subprocess.PIPE,
+def test_no_worker_outlives_a_run_that_is_killed(prepared):
+  parent = subprocess.Popen([sys.executable, '-c', PARENT, prepared.data.dir], stdin=subprocess.PIPE,
                             stdout=subprocess.PIPE, cwd=ROOT, env={**os.environ, 'PYTHONPATH': ROOT})
   assert parent.stdout.readline() == b'ready\n'
   found = children(parent.pid)
@@ -157,15 +165,19 @@ def test_no_worker_outlives_a_run_that_is_killed(toy_data):
   parent.stdin.close()
   parent.stdout.close()
   end = time.monotonic() + 60
-  while time.monotonic() < end and any(os.path.exists(f'/proc/{p}') for p in found):
+  while time.monotonic() < end and any(map(parent_of, found)):
     time.sleep(0.05)
-  assert not [p for p in found if os.path.exists(f'/proc/{p}')]
+  assert not any(map(parent_of, found))
 
 
-def test_a_run_with_workers_has_the_bits_of_one_without(toy_data, tmp_path, capsys):
-  digests = []
-  for count in (0, 2):
-    train.run(toy.make_task(with_workers(toy_data, count)), toy_data, str(tmp_path / f'run{count}'))
-    digests.append(next(line for line in ''.join(capsys.readouterr()).splitlines() if 'state digest' in line))
-  assert digests[0] == digests[1]
-  assert not children(os.getpid())
+def test_a_run_with_workers_has_the_bits_of_one_without(prepared, tmp_path, capsys, monkeypatch):
+  def digest(folder, count):
+    train.run(toy.make_task(with_workers(prepared, count)), prepared, str(tmp_path / folder))
+    return next(line for line in ''.join(capsys.readouterr()).splitlines() if 'state digest' in line)
+  whole = digest('whole', 0)
+  with monkeypatch.context() as patch:
+    patch.setattr(meshes, 'preempted', lambda step: step == 7)
+    with pytest.raises(meshes.Preempted):
+      digest('stopped', 0)
+  assert digest('stopped', 2) == whole
+  assert not children()

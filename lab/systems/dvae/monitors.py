@@ -125,10 +125,10 @@ def _mean_information(taken, codes) -> float:
   """Mean over the pairs of slots of I(a; b) = H(a) + H(b) - H(a, b)."""
   slots, alone = len(taken), _entropies(taken)
 
-  # one slot against all later ones at a time: [N, n] numbers in memory, not [N^2, n]; sorting leaves other threads free
+  # one slot against all later ones in each thread: 4 [N, n] numbers in memory, not [N^2, n]; sorting needs no lock
   def told(i):
     return (alone[i] + alone[i + 1:] - _entropies(taken[i] * codes + taken[i + 1:])).sum()
-  with concurrent.futures.ThreadPoolExecutor() as pool:
+  with concurrent.futures.ThreadPoolExecutor(4) as pool:
     total = sum(pool.map(told, range(slots - 1)))
   return max(float(total) / (slots * (slots - 1) / 2), 0.0)              # round-off may fall below 0
 

@@ -21,7 +21,7 @@ def _pictures(config) -> None:
       'dir': 'sample',           # folder of a prepared data set; 'sample': the photographs that ship with the lab
       'train': 'train',          # split trained on
       'eval': 'val',             # split evaluated
-      'decoded_gib': 4.0,        # GiB on each host for training pictures, decoded once; all of COCO takes about 50
+      'decoded_gib': 4.0,        # GiB a process for training pictures, decoded once, in equal parts for its workers
       'people': 32,              # rows a picture; training drops the smallest beyond, evaluation refuses
   })
   config.image = ConfigDict({

@@ -75,6 +75,7 @@ def make(task: Task, config, mesh, ledger: Ledger) -> Callable[[Any, Any], tuple
 def _programs(task, mesh, ledger):
   """(params, stats, batch) -> sums, and (params, stats, key, batch) -> (sums, outputs), where the network runs once."""
   summed, split = NamedSharding(mesh, P()), NamedSharding(mesh, meshes.BATCH)
+  options = programs.options(mesh.devices.flat, task.gpu)
 
   def sums(params, stats, batch):
     return {**task.measure(params, stats, batch), 'examples': (batch['mask'].sum(), 1.0)}
@@ -83,7 +84,6 @@ def _programs(task, mesh, ledger):
     return sums(params, stats, batch), task.predict(params, stats, batch, key)
 
   def program(name, function, sharding):
-    options = programs.options(mesh.devices.flat, task.gpu)
     return Program(name, jax.jit(function, out_shardings=sharding, compiler_options=options), ledger)
   return program('evaluation', sums, summed), program('evaluation with outputs', both, (summed, split))
 

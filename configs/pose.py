@@ -22,7 +22,7 @@ def get_config(variant: str = '') -> ConfigDict:
     config.optim.update({'learning_rate': 5e-4, 'warmup_steps': 1000, 'ema': 0.999})
     config.model.norm = 'group'         # from scratch the network needs it; weights of a VGG go in by init_from
     config.log_steps = 100
-    # an evaluation of COCO's 5,000 pictures takes as long as some 400 updates
+    # by an estimate an evaluation of COCO's 5,000 pictures takes as long as some 400 updates
     config.eval_steps, config.checkpoint.steps, config.checkpoint.best = 15_000, 3000, 'AP'
     config.input.workers = 4            # one process makes no more than 570 pictures a second
     return config

@@ -49,11 +49,12 @@ def prepared(toy_config, tmp_path):
   return toy_config
 
 
-def test_workers_make_the_batches_of_one_process(prepared, caplog):
-  """Though a record is bad, one of them is killed, and the other is told to end as the run is."""
+def test_workers_make_the_batches_of_one_process(prepared, caplog, monkeypatch):
+  """Though a record is bad, one is told to end as the run is, and both are killed."""
+  monkeypatch.setattr(workers, 'PIPE_BYTES', 4096)      # holds far fewer batches than are taken after the kills
   broken(prepared)
   prepared.input.bad_limit = 0.1
-  plain, expected = batches_of(prepared, (1, 2, 5), 12, start=3)
+  plain, expected = batches_of(prepared, (1, 2, 5), 150, start=3)
   prepared.input.workers = 2
   found = train.feed(toy.make_task(prepared).source('train'), prepared, (1, 2, 5))
   found.step = 3
@@ -72,7 +73,7 @@ def test_workers_make_the_batches_of_one_process(prepared, caplog):
         os.kill(second, signal.SIGKILL)
         os.kill(first, signal.SIGKILL)
   assert not children()
-  assert found.step == plain.step == 15 and found.bad == plain.bad == [3]
+  assert found.step == plain.step == 153 and found.bad == plain.bad == [3]
   said = [r.getMessage() for r in caplog.records]
   assert sum('killed by signal 9; ' in text for text in said) == 2
   assert sum('bad record left out' in text for text in said) >= 2      # by both ways

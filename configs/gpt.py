@@ -39,7 +39,7 @@ def get_config(variant: str = '') -> ConfigDict:
     config.total_steps, config.optim.warmup_steps = 20_000, 700
     config.optim.update({'learning_rate': 6e-4, 'end_rate': 6e-5, 'beta2': 0.95})
     config.input.batch_size = config.input.eval_batch_size = 32
-    config.log_steps, config.eval_steps, config.checkpoint.steps = 100, 1000, 1000
+    config.log_steps, config.eval_steps, config.checkpoint.steps = 100, 2000, 1000
     if variant == 'modern':
       config.model.update({'positions': 'rope', 'qk_norm': True, 'activation': 'relu2', 'bias': False})
       config.optim.update({'name': 'muon', 'learning_rate': 3e-3, 'beta2': -1.0})

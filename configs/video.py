@@ -51,6 +51,7 @@ def get_config(variant: str = '') -> ConfigDict:
     config.model.update({'init': 'default', 'feed': 'scheduled', 'unroll': 10})
     config.loss.scheduled_steps = 10_000
     config.input.batch_size, config.total_steps = 256, 30_000
+    config.eval_steps = config.checkpoint.steps = 5000      # an evaluation took as long as 190 updates or more
   if variant == 'convlstm':
     config.model.update({'cell': 'convlstm', 'embed': 'patch', 'encoder': (128,) * 4, 'head': (128,) * 4,
                          'heads': 'pred', 'feed': 'scheduled'})

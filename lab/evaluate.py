@@ -18,10 +18,12 @@ class Interrupted(Exception):
   """The run was asked to stop in the middle of an evaluation."""
 
 
-def make(task: Task, config, mesh, ledger: Ledger) -> Callable[[Any, Any], tuple[Scalars, dict]]:
-  """(params, stats) -> (scalars, pictures) on the evaluation split; compiled once for all calls, timed by the ledger.
+def make(task: Task, config, mesh, ledger: Ledger
+         ) -> Callable[[Mapping[str, Any], Any], tuple[dict[str, Scalars], dict]]:
+  """(name -> params, stats) -> (name -> scalars, pictures) on the evaluation split, of which a batch is made once.
 
-  Raises Interrupted between two batches when the run is asked to stop; of several processes on all, at the same batch.
+  Pictures are of the first params. Compiled once for all calls, timed by the ledger. Raises Interrupted between two
+  batches when the run is asked to stop; of several processes on all, at the same batch.
   """
   size = meshes.padded(mesh, config.input.eval_batch_size)
   rows = meshes.rows(mesh, size, 'input.eval_batch_size')
@@ -33,41 +35,46 @@ def make(task: Task, config, mesh, ledger: Ledger) -> Callable[[Any, Any], tuple
     # by what the first process has drawn, for only it writes pictures: alike on every process
     return bool(task.picture) and i * rows.first < config.eval_pictures
 
-  def begun(params, stats, i, batch):
-    """The sums of batch i on the devices, and its outputs where they are wanted; not waited for.
+  def begun(weights, stats, i, batch):
+    """name -> sums of batch i on the devices, and outputs where they are wanted; not waited for."""
+    placed, found = meshes.place(mesh, batch, size), {}
+    for name, params in weights.items():
+      if task.score or drawn(i) and name == next(iter(weights)):
+        found[name] = judge(params, stats, jax.random.fold_in(key, i), placed)
+      else:
+        found[name] = measure(params, stats, placed), None
+    return found
 
-    And the batch there: on a GPU, letting go of what a program still reads was seen to wait for it.
-    """
-    placed = meshes.place(mesh, batch, size)
-    if task.score or drawn(i):
-      return *judge(params, stats, jax.random.fold_in(key, i), placed), placed
-    return measure(params, stats, placed), None, placed
-
-  def run(params, stats):
-    totals, pictures, records = {}, {}, []
+  def run(weights, stats):
+    first, pictures = next(iter(weights)), {}
+    totals, records = {name: {} for name in weights}, {name: [] for name in weights}
     batches.step, progress = 0, logs.Progress('evaluating', batches.steps)
     with contextlib.closing(iter(batches)) as made:
-      stream = ((i, batch, begun(params, stats, i, batch)) for i, batch in enumerate(made))
-      for i, batch, (sums, outputs, _) in ahead(stream):
+      stream = ((i, batch, begun(weights, stats, i, batch)) for i, batch in enumerate(made))
+      for i, batch, found in ahead(stream):
         if meshes.interrupted():
           raise Interrupted
-        totals = metrics.merge(totals, jax.device_get(sums))
-        if outputs is not None:
-          outputs, batch = real_rows(meshes.local(outputs), batch, rows.speaks)
+        for name, (sums, outputs) in found.items():
+          totals[name] = metrics.merge(totals[name], sums.unpacked())
+          if outputs is None:
+            continue
+          real = real_rows(meshes.local(outputs), batch, rows.speaks)
           few = config.eval_pictures - len(pictures)      # what makes a picture at all makes one of each row, or more
-          if drawn(i) and few and len(batch['mask']):
-            new = task.picture(*jax.tree.map(lambda x: x[:few], (outputs, batch)))
+          if name == first and drawn(i) and few and len(real[1]['mask']):
+            new = task.picture(*jax.tree.map(lambda x: x[:few], real))
             pictures.update(itertools.islice(new.items(), few))
           if task.score:
-            records += task.records(outputs, batch)
+            records[name] += task.records(*real)
         progress(i + 1)
-    examples = totals.pop('examples')[0]
-    scalars = {'examples': examples, **task.finish(totals)}
+    return {name: finished(totals[name], records[name]) for name in weights}, pictures
+
+  def finished(totals, records):
+    scalars = {'examples': totals.pop('examples')[0], **task.finish(totals)}
     if batches.bad:
       scalars['bad_records'] = float(len(batches.bad))
     if task.score:
       scalars |= task.score(meshes.gather(records))
-    return scalars, pictures
+    return scalars
 
   return run
 
@@ -78,7 +85,7 @@ def _programs(task, mesh, ledger):
   options = programs.options(mesh.devices.flat, task.gpu)
 
   def sums(params, stats, batch):
-    return {**task.measure(params, stats, batch), 'examples': (batch['mask'].sum(), 1.0)}
+    return metrics.packed({**task.measure(params, stats, batch), 'examples': (batch['mask'].sum(), 1.0)})
 
   def both(params, stats, key, batch):
     return sums(params, stats, batch), task.predict(params, stats, batch, key)
@@ -139,12 +146,13 @@ def run(task: Task, config, workdir: str, which: str, output: str = '') -> Scala
   import os
   from lab import train
   with train.restored(task, config, workdir, which) as (mesh, step, params, stats):
-    scalars, pictures = make(task, config, mesh, Ledger(workdir, writes=False))(params, stats)
+    found, pictures = make(task, config, mesh, Ledger(workdir, writes=False))({'eval': params}, stats)
+  scalars = found['eval']
   if jax.process_index() == 0:
     folder, name = output or files.local(workdir), f'eval_{step}.json'
     os.makedirs(folder, exist_ok=True)
-    found = logs.finite({'step': step, **scalars})
-    logs.write_atomically(os.path.join(folder, name), json.dumps(found, indent=2) + '\n')
+    text = json.dumps(logs.finite({'step': step, **scalars}), indent=2)
+    logs.write_atomically(os.path.join(folder, name), text + '\n')
     logs.write_pictures(os.path.join(folder, f'eval_{step}'), pictures)
     files.push(workdir)
     logs.say(f'step {step}: {summary(scalars)}\nwritten to {os.path.join(output or workdir, name)}')

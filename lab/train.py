@@ -243,19 +243,15 @@ def _loop(config, mesh, batches, step, state, checkpoints, log, judge) -> tuple[
       ledger.enter('wait')
       micro = [next(stream) for _ in range(accumulate.count(config.optim, i))]
       ledger.enter('step')
-      placed = meshes.place_stacked(mesh, micro, config.input.batch_size)
-      state, sums = step(state, placed)
+      state, sums = step(state, meshes.place_stacked(mesh, micro, config.input.batch_size))
       i += 1
-      watch(i, sums, placed)
+      watch(i, sums)
       ledger.at(i)
       peers.note(i)
       pace(i, ledger.seconds['wait'] + ledger.seconds['step'])
       if i % config.log_steps == 0 or i == total:
         _log(i, sums, batches, config, log)
       due = i == total or config.eval_steps and i % config.eval_steps == 0
-      if due:
-        watch.settle()
-        placed = None      # evaluation may need its memory
       scores = _evaluate(i, state, judge, log) if due else None
       reason = '' if scores is None else _stalled(config, log.workdir)
       end = i == total or bool(reason)
@@ -311,47 +307,40 @@ def _evaluate(i, state, judge, log):
   both = {'eval': optim.weights(state.params, state.opt)}
   if both['eval'] is not state.params:
     both['eval_raw'] = state.params
-  found = {}
   with log.ledger.during('evaluate'):
     try:
-      for split, params in both.items():
-        found[split] = judge(params, state.stats)
+      found, pictures = judge(both, state.stats)
     except evaluate.Interrupted:
       return None
-    for split, (scores, pictures) in found.items():
+    log.pictures(i, pictures)
+    for split, scores in found.items():
       log.row(i, split, scores)
-      if split == 'eval':
-        log.pictures(i, pictures)
       logs.say(f'evaluation at step {i}{" of the raw weights" * (split != "eval")}: {evaluate.summary(scores)}')
   peers.meet()      # the others have no pictures to write
   log.ledger.at(i, 'evaluated')
-  scores, best = found['eval'][0], log.config.checkpoint.best.lstrip('-')
+  scores, best = found['eval'], log.config.checkpoint.best.lstrip('-')
   if best and best not in scores:
     raise ConfigError(f'config.checkpoint.best = {best!r}: evaluation gives {", ".join(sorted(scores))}')
   return scores
 
 
 class _Watch:
-  """Ends the run after too many non-finite updates in a row; looks one step back, so as not to wait for the device.
-
-  It also holds the batch of the step that it has not looked at yet: on a GPU, letting go of an array that a program
-  still reads was seen to wait for that program.
-  """
+  """Ends the run after too many non-finite updates in a row; looks one step back, so as not to wait for the device."""
 
   def __init__(self, config, batches):
     self.optim, self.batches, self.last = config.optim, batches, None
 
-  def __call__(self, step, sums, placed):
+  def __call__(self, step, sums):
     self.settle()
-    self.last = step, sums, placed
+    self.last = step, sums
 
   def settle(self):
     """Looks at the last step that was noted."""
     if self.last is None:
       return
-    step, sums, _ = self.last
-    row = int(sums['skipped_in_a_row'][0])      # waits for the step
+    step, sums = self.last
     self.last = None
+    row = int(sums['skipped_in_a_row'][0])
     if not row:
       return
     sums = jax.device_get(sums)

@@ -1,9 +1,9 @@
 """Training batches made by processes of their own: one alone makes no more than its one lock of Python lets it.
 
 Each worker makes some rows of every batch, as pipeline.Batches does for one host of several; so batches are the same
-for any number of workers. It gets its job as a line of JSON, and writes to a pipe, a batch after the other: JSON behind
-its length, then the bytes of the arrays in the order of their names. Once nobody reads its pipe it ends, so that no
-worker outlives a run, however that ended.
+for any number of workers. It gets the run's config as a line of JSON, its job as another, and writes to a pipe, a batch
+after the other: JSON behind its length, then the bytes of the arrays in the order of their names. Once nobody reads its
+pipe it ends, so that no worker outlives a run, however that ended.
 """
 
 import contextlib
@@ -41,13 +41,13 @@ class WorkerBatches(pipeline.Batches):
     options = configs.from_json(config.to_json()).unlock().input
     options.cache = False
     super().__init__(source, options, options.batch_size, rows, train=True, seed=config.seed)
-    self.whole, self.idle, self.busy, self.over = config, [], [], False
+    self.whole, self.idle, self.busy, self.over = config.to_json(), [], [], False
     self.parts = [p.tolist() for p in np.array_split(self.rows, min(options.workers, len(self.rows)))]
 
   def begin(self) -> list[int]:
     """Starts the workers, which take seconds to import what they need, where iterating has not; their processes."""
     while len(self.idle) < len(self.parts):
-      self.idle.append(Worker())
+      self.idle.append(Worker(self.whole))
     return [w.process.pid for w in self.idle]
 
   def close(self) -> None:
@@ -80,8 +80,7 @@ class WorkerBatches(pipeline.Batches):
         self.busy.pop().close()
 
   def _give(self, part):
-    self.busy[part].begin({'config': self.whole.to_json(), 'step': self.step, 'bad': self.bad,
-                           'rows': self.parts[part], 'workers': len(self.parts)})
+    self.busy[part].begin({'step': self.step, 'bad': self.bad, 'rows': self.parts[part], 'workers': len(self.parts)})
 
   def _read(self, part, arrays):
     """The next rows of a part; where its worker is lost another one makes them, for they depend on the step alone."""
@@ -92,7 +91,7 @@ class WorkerBatches(pipeline.Batches):
         raise
       pipeline.log.warning('%s; another one goes on in its place', e)
     self.busy[part].close()
-    self.busy[part] = Worker()
+    self.busy[part] = Worker(self.whole)
     self._give(part)
     return self.busy[part].read(arrays)
 
@@ -107,9 +106,12 @@ class WorkerBatches(pipeline.Batches):
 
 
 class Worker:
-  """A process that makes batches, and the pipe that they come through; it may be silent for `limit` seconds."""
+  """A process that makes batches of a config, given as JSON, and the pipe that they come through.
 
-  def __init__(self, limit: float = SILENCE_S):
+  It loads what it needs at once, and then waits for its work; after that it may be silent for `limit` seconds.
+  """
+
+  def __init__(self, config: str, limit: float = SILENCE_S):
     self.limit = limit
     read, write = os.pipe()
     with contextlib.suppress(OSError):      # it is slower, no more, where the system grants no pipes of this size
@@ -130,11 +132,15 @@ class Worker:
     finally:
       signal.pthread_sigmask(signal.SIG_SETMASK, before)
       os.close(write)
+    self._tell(config)
 
   def begin(self, job: dict) -> None:
     """Gives it its work; see _work."""
+    self._tell(json.dumps(job))
+
+  def _tell(self, line):
     with contextlib.suppress(BrokenPipeError):      # it is lost, as read() will tell
-      self.process.stdin.write(json.dumps(job).encode() + b'\n')
+      self.process.stdin.write(line.encode() + b'\n')
       self.process.stdin.flush()
 
   def read(self, arrays: list[np.ndarray]) -> dict:
@@ -191,12 +197,12 @@ class _Said(logging.Handler):
 
 
 def main(argv: list[str]) -> int:
-  """The worker: argv[1] is the pipe's number, the job comes on standard input."""
+  """The worker: argv[1] is the pipe's number, the config and the job come on standard input."""
   pipeline.tensorflow()
   with contextlib.suppress(BrokenPipeError), os.fdopen(int(argv[1]), 'wb') as out:
-    if line := sys.stdin.readline():
+    if config := sys.stdin.readline():
       try:
-        _work(json.loads(line), out)
+        _work(config, out)
       except BrokenPipeError:
         raise
       except Exception as e:
@@ -206,13 +212,17 @@ def main(argv: list[str]) -> int:
   return 0
 
 
-def _work(job, out):
-  """job: the run's config as JSON, rows to make, step to begin with, records known to be bad, number of workers."""
+def _work(config, out):
+  """The job that comes once the run knows its step: rows to make, step to begin with, bad records, workers in all."""
   said = _Said()
   pipeline.log.addHandler(said)
   pipeline.log.propagate = False
-  config = configs.from_json(job['config']).unlock()
+  config = configs.from_json(config).unlock()
   options, source = config.input, load(config).source('train')
+  line = sys.stdin.readline()
+  if not line:      # the run ended before
+    return
+  job = json.loads(line)
   options.threads = max((options.threads or os.cpu_count()) // job['workers'], 1)
   options.cache &= files.remote(source.read[0])      # of files the system has one copy in memory for all workers
   batches = pipeline.Batches(source, options, options.batch_size, job['rows'], train=True, seed=config.seed,

@@ -26,7 +26,7 @@ def errors(monkeypatch):
   """Evaluations that give ERRORS, whatever the weights are; the n-th of them is that of step 5 n."""
   def make(*args):
     del args
-    return lambda params, stats: ({'error': ERRORS[now[0] // 5 - 1]}, {})
+    return lambda weights, stats: ({name: {'error': ERRORS[now[0] // 5 - 1]} for name in weights}, {})
   now, judge = [0], train._evaluate
 
   def at(i, *args):

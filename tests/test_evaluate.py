@@ -5,6 +5,7 @@ import json
 import os
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from data_pipelines import films, pipeline
@@ -28,6 +29,15 @@ def task_of(config):
   return task._replace(source=lambda split: toy.source(config.data.dir, split, {'train': 30, 'eval': 103}[split]))
 
 
+def dense(value):
+  """The toy's weights."""
+  return {'dense': {'kernel': np.full((4, 8), value, np.float32), 'bias': np.full(8, 0.01, np.float32)}}
+
+
+def evaluated(task, config, mesh, weights):
+  return evaluate.make(task, config, mesh, Ledger('', writes=False))(weights, {'error': np.float32(0)})
+
+
 @pytest.mark.parametrize('devices', [1, 8])
 @pytest.mark.parametrize('batch', [1, 8, 64, 128])
 def test_103_examples_are_103(toy_config, folder, devices, batch):
@@ -37,14 +47,43 @@ def test_103_examples_are_103(toy_config, folder, devices, batch):
   task = task_of(toy_config)
   records = []
   task = task._replace(score=lambda items: records.extend(items) or {'predicted': float(len(records))})
-  params = {'dense': {'kernel': np.full((4, 8), 0.1, np.float32), 'bias': np.full(8, 0.01, np.float32)}}
+  params = dense(0.1)
   with jax.set_mesh(mesh):
-    scalars, _ = evaluate.make(task, toy_config, mesh, Ledger('', writes=False))(params, {'error': np.float32(0)})
+    scalars = evaluated(task, toy_config, mesh, {'eval': params})[0]['eval']
   assert scalars['examples'] == 103 and scalars['predicted'] == 103
   x, y = everything(folder)
   predicted = 0.8 * x.sum(-1) + 0.08                      # eight columns of 0.1 and of 0.01
   np.testing.assert_allclose(scalars['error'], np.mean((predicted - y) ** 2), rtol=1e-6)
   np.testing.assert_allclose([r['y'] for r in records], predicted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize('scored', [False, True])
+def test_several_weights_are_judged_on_batches_that_are_made_once(toy_config, folder, monkeypatch, scored):
+  toy_config.data.dir, toy_config.input.eval_batch_size, toy_config.eval_pictures = folder, 32, 3
+  task, placed, place, seen = task_of(toy_config), [], meshes.place, []
+  if scored:
+    task = task._replace(score=lambda items: {'mean': float(np.mean([r['y'] for r in items]))})
+  monkeypatch.setattr(meshes, 'place', lambda *a: placed.append(1) or place(*a))
+
+  def picture(outputs, rows):
+    seen.append(float(outputs['y'][0] if isinstance(outputs, dict) else outputs[0]))
+    return {f'{i}': film(1)[0] for i in range(len(rows['mask']))}
+  task = task._replace(picture=picture)
+  mesh = meshes.make(ONE, jax.devices()[:1])
+  with jax.set_mesh(mesh):
+    both, pictures = evaluated(task, toy_config, mesh, {'eval': dense(0.1), 'raw': dense(0.2)})
+    assert len(placed) == 4 and len(pictures) == 3 and len(seen) == 1
+    alone = {k: evaluated(task, toy_config, mesh, {k: v})[0][k] for k, v in (('eval', dense(0.1)), ('raw', dense(0.2)))}
+  assert seen[0] == seen[1] != seen[2]            # of the first weights
+  assert both == alone and both['eval'] != both['raw']
+  assert both['eval']['examples'] == 103 and ('mean' in both['raw']) == scored
+
+
+def test_sums_are_packed_in_one_array():
+  sums = {'b': (jnp.float32(3), 2.0), 'a': (jnp.int32(1), jnp.float32(0))}
+  packed = jax.jit(metrics.packed)(sums)
+  assert packed.values.shape == (2, 2) and packed.unpacked() == {'a': (1, 0), 'b': (3, 2)}
+  assert metrics.ratios(metrics.merge({}, packed.unpacked())) == {'b': 1.5}
 
 
 def test_a_batch_is_begun_before_the_one_before_it_is_used():
@@ -181,10 +220,9 @@ def test_no_more_rows_are_drawn_than_there_are_pictures_of(toy_config, folder, b
     drawn.append(len(rows['mask']))
     return {f'{sum(drawn)}_{i}_{kind}': film(1)[0] for i in range(len(rows['mask'])) for kind in ('still', 'other')}
   mesh = meshes.make(ONE, jax.devices()[:1])
-  params = {'dense': {'kernel': np.full((4, 8), 0.1, np.float32), 'bias': np.full(8, 0.01, np.float32)}}
+  params = dense(0.1)
   with jax.set_mesh(mesh):
-    pictures = evaluate.make(task_of(toy_config)._replace(picture=picture), toy_config, mesh, Ledger('', writes=False))(
-        params, {'error': np.float32(0)})[1]
+    pictures = evaluated(task_of(toy_config)._replace(picture=picture), toy_config, mesh, {'eval': params})[1]
   assert len(pictures) == 5 and drawn == ([1, 1, 1] if batch == 1 else [5])
 
 
@@ -198,10 +236,9 @@ def test_the_first_process_draws_enough_of_its_own_rows(toy_config, folder, monk
     drawn.append(len(batch['mask']))
     return {f'{len(drawn)}_{i}': film(1)[0] for i in range(len(batch['mask']))}
   mesh = meshes.make(ONE, jax.devices()[:1])
-  params = {'dense': {'kernel': np.full((4, 8), 0.1, np.float32), 'bias': np.full(8, 0.01, np.float32)}}
+  params = dense(0.1)
   with jax.set_mesh(mesh):
-    pictures = evaluate.make(task_of(toy_config)._replace(picture=picture), toy_config, mesh, Ledger('', writes=False))(
-        params, {'error': np.float32(0)})[1]
+    pictures = evaluated(task_of(toy_config)._replace(picture=picture), toy_config, mesh, {'eval': params})[1]
   assert len(pictures) == 8 and drawn == [2, 2, 2, 2]
 
 

@@ -123,7 +123,7 @@ def test_processes_stop_together_and_go_on_as_one(lab, tmp_path):
 
 
 def test_processes_leave_an_evaluation_together_and_save(lab, tmp_path):
-  longer = ('--config.eval_times=400', '--config.input.eval_batch_size=1')      # two evaluations of 2,600 batches
+  longer = ('--config.eval_times=400', '--config.input.eval_batch_size=1')      # 2,600 batches an evaluation
   processes = cluster(lab, 2, tmp_path, '--config.checkpoint.steps=0', *longer)
   until(processes[0], 'step 5/')                           # behind which both evaluate
   processes[1].send_signal(signal.SIGTERM)

@@ -135,7 +135,7 @@ def test_a_worker_that_is_lost_again_ends_the_run_with_3(prepared, monkeypatch):
 
 
 def test_a_worker_that_stands_still_is_told():
-  with contextlib.closing(workers.Worker(limit=1)) as worker:
+  with contextlib.closing(workers.Worker('{}', limit=1)) as worker:
     os.kill(worker.process.pid, signal.SIGSTOP)
     worker.begin({})
     with pytest.raises(workers.WorkerLost, match='silent for 1 s'):
@@ -148,8 +148,8 @@ from lab import workers
 from tests import toy
 config = toy.get_config()
 config.data.dir, config.input.workers = sys.argv[1], 1
-worker = workers.Worker()
-worker.begin({'config': config.to_json(), 'step': 0, 'bad': [], 'rows': list(range(8)), 'workers': 1})
+worker = workers.Worker(config.to_json())
+worker.begin({'step': 0, 'bad': [], 'rows': list(range(8)), 'workers': 1})
 print('ready', flush=True)
 sys.stdin.read()
 '''

@@ -105,9 +105,9 @@ def test_training_mixes_units_and_nothing_else_does():
   levels = [passes.rows(rows, level) for level in range(3)]
   mixed = objectives.mixed(levels, config.data.mixed, rows['number'])
   variables, net = {'params': params}, model.make(config)
-  raw = task.passed(config, net, variables, rows, True, {'dropout': jax.random.key(1)}).raw
+  raw = jax.jit(lambda v: task.passed(config, net, v, rows, True, {'dropout': jax.random.key(1)}).raw)(variables)
   odd = objectives.altered(levels, rows['number'])
-  ups = passes.up(net, variables, mixed, [x.changed for x in odd])
+  ups = jax.jit(lambda v: passes.up(net, v, mixed, [x.changed for x in odd]))(variables)
   for level in (1, 2):
     judged = objectives.coherence(*net.apply(variables, level, ups[level].others, method='check'), odd[level].share)
     np.testing.assert_allclose(raw[f'coherence_{level}'][0], (judged * levels[level].valid).sum(), rtol=1e-4)

@@ -82,6 +82,7 @@ def measured(config, steps: int, profile: str, cache: str) -> dict:
     like = train.abstract(task, tx, config, batches.spec(1), mesh)
     with contextlib.closing(iter(batches)) as stream:
       data = meshes.place_stacked(mesh, [next(stream) for _ in range(micro)], size)
+    data = jax.device_put(data, jax.sharding.NamedSharding(mesh, meshes.MICRO))
     step, seconds = compiled(lambda: train.make_step(task, tx, config, like, mesh), like, data)
     layout = jax.tree.map(lambda x: x.sharding, like)
     state = jax.jit(train.initial(task, tx, config, batches.spec(1)), out_shardings=layout)()

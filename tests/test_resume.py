@@ -255,7 +255,7 @@ def test_a_full_disk_of_tensorboard_s_is_told_once_and_ends_nothing(toy_config, 
 
 def test_an_evaluation_that_was_interrupted_is_done_at_the_next_start(toy_config, tmp_path, monkeypatch, whole):
   asked = []
-  monkeypatch.setattr(meshes, 'interrupted', lambda: asked.append(1) or len(asked) == 6)       # in that of step 10
+  monkeypatch.setattr(meshes, 'interrupted', lambda: asked.append(1) or len(asked) == 4)       # in that of step 10
   monkeypatch.setattr(meshes, 'preempted', lambda step: step == 10)
   with pytest.raises(meshes.Preempted, match='step 10 '):
     run(toy_config, tmp_path)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from data_pipelines import pipeline
 
-from lab import accumulate, files, logs, memory, mesh as meshes, metrics, optim, train
+from lab import accumulate, beginning, files, logs, memory, mesh as meshes, metrics, optim, train
 from lab.graft import fill, graft
 from lab.ledger import Ledger
 from lab.programs import Program
@@ -61,6 +61,7 @@ def _measure(task, config, workdir, mesh) -> tuple[list[float], list[float]]:
   ledger = Ledger(workdir, writes=False)
   step = Program('the training step', train.make_step(task, tx, config, like, mesh), ledger,
                  look=lambda compiled, args: memory.check_step(compiled, *args))
+  step = beginning.before(task, step, config, like, mesh, ledger)
   rates, losses, stream, best, mean = [], [], iter(batches), math.inf, 0.0
   progress = logs.Progress('trying rates', find.steps)
   for i in range(find.steps):

@@ -46,6 +46,8 @@ class Task(NamedTuple):
   records: Callable[[Outputs, Batch], Iterator[Record]]
   rules: Rules
   finish: Callable[[Totals], Scalars] = ratios
+  # stats that begin with the data: made of a run's first batch, by the key of its first update, before that is made
+  begin: Callable[[Params, Stats, Batch, Key], Stats] | None = None
   score: Callable[[Iterable[Record]], Scalars] | None = None
   picture: Callable[[Outputs, Batch], Mapping[str, Image]] | None = None
   # --mode=predict: (source, output folder, stop) -> batches of fixed shapes, or the error of an input that can't be

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from ml_collections import ConfigDict
 
 from data_pipelines import pipeline
-from lab import accumulate, evaluate, files, flops, ledger as ledgers, logs, memory, mesh as meshes, metrics, optim
-from lab import peers, programs, sharding, workers
+from lab import accumulate, beginning, evaluate, files, flops, ledger as ledgers, logs, memory, mesh as meshes, metrics
+from lab import optim, peers, programs, sharding, workers
 from lab.checkpoint import Checkpoints
 from lab.checksums import digest
 from lab.config import choice, core, flatten
@@ -148,6 +148,8 @@ def run(task: Task, config, workdir: str, began: float | None = None) -> dict[st
       due = bool(checkpoints.notes.get('evaluation_due'))
       with contextlib.closing(logs.Log(workdir, config, int(state.step), ledger, due)) as log:
         step = _program(make_step(task, tx, config, like, mesh), config, ledger, log)
+        if int(state.step) == 0:
+          step = beginning.before(task, step, config, like, mesh, ledger)
         log.utilisation = _flops(task, config, batches, like)
         judge = evaluate.make(task, config, mesh, ledger)
         state, reason = _loop(config, mesh, batches, step, state, checkpoints, log, judge)

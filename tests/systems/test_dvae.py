@@ -232,16 +232,16 @@ def test_every_quantizer_teaches_all_of_the_network(kind):
 def test_the_codebook_of_vq_is_kept(tmp_path):
   config = small(**{'quantizer.kind': 'vq_ema', **WITHOUT})
   built, tx = task.make_task(config), optim.make(config.optim, 10)
-  params, stats = jax.jit(built.init)(jax.random.key(0), None)
+  params, _ = jax.jit(built.init)(jax.random.key(0), None)
   latents = jnp.array(np.random.default_rng(0).normal(size=(6, 8, 32)), jnp.float32)
-  stats = bottleneck.begun(config, stats, latents, jnp.ones(6), jax.random.key(1))
+  stats = bottleneck.begun(config, latents, jnp.ones(6), jax.random.key(1))
   state = TrainState(jnp.int32(1), params, stats, tx.init(params))
   with contextlib.closing(Checkpoints(str(tmp_path), config)) as store:
     store.save(1, state, {})
     store.settle()
     items = split(state)
     found = store.restore(1, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), items))
-  assert float(stats['vq'].started) == 1 and np.ptp(stats['vq'].codebook) > 0
+  assert np.ptp(stats['vq'].codebook) > 0
   jax.tree.map(np.testing.assert_array_equal, found['stats'], stats)
 
 

@@ -193,7 +193,7 @@ def test_k_means_finds_the_clusters_of_the_real_rows():
   errors = []
   for key in range(10):
     state = start(jax.random.key(key), latents, mask, 6)
-    assert all(np.isfinite(x).all() for x in state) and state.started == 1
+    assert all(np.isfinite(x).all() for x in state)
     # 8 rows of 6 latents; no code begins with less than twice `least`
     taken = np.bincount(quantizers.vq_nearest(jnp.asarray(latents[:8]), state.codebook).reshape(-1), minlength=6)
     np.testing.assert_array_equal(state.count, np.maximum(taken, 2 * (taken > 0)))
@@ -206,22 +206,25 @@ def test_k_means_finds_the_clusters_of_the_real_rows():
 def test_k_means_of_fewer_latents_than_codes_and_of_none():
   latents = np.random.default_rng(1).normal(size=(2, 3, 4)).astype('f')
   state = start(jax.random.key(0), latents, np.array([1, 0], 'f'), 8)
-  assert np.isfinite(state.codebook).all() and state.started == 1
+  assert np.isfinite(state.codebook).all()
   # three different latents: each is a code, and nothing else is
   for x in latents[0]:
     assert np.abs(state.codebook - x[None]).max(-1).min() < 1e-6
   for x in state.codebook:
     assert np.abs(latents[0] - x[None]).max(-1).min() < 1e-6
   assert (state.count > 0).sum() == 3
-  assert start(jax.random.key(0), latents, np.zeros(2, 'f'), 8).started == 0
-  assert quantizers.vq_empty(8, 4).started == 0 and quantizers.vq_empty(8, 4).total.shape == (8, 4)
+  none = start(jax.random.key(0), latents, np.zeros(2, 'f'), 8)
+  jax.tree.map(np.testing.assert_array_equal, none, quantizers.vq_empty(8, 4))
+  codes = quantizers.vq_nearest(jnp.asarray(latents), none.codebook)
+  assert set(map(tuple, np.asarray(update(jax.random.key(1), latents, codes, np.ones(2, 'f'), none).codebook))) \
+      == set(map(tuple, latents.reshape(-1, 4)))
 
 
 def test_updates_are_moving_averages_of_real_rows():
   draw = np.random.default_rng(9)
   mask = np.array([1, 1, 0, 1], 'f')
   book = draw.normal(size=(5, 3)).astype('f')
-  state = quantizers.VQState(jnp.asarray(book), jnp.full(5, 3.0), jnp.asarray(3 * book), jnp.float32(1))
+  state = quantizers.VQState(jnp.asarray(book), jnp.full(5, 3.0), jnp.asarray(3 * book))
   count, total = np.full(5, 3.0), 3.0 * book
   for step in range(20):
     latents = draw.normal(size=(4, 6, 3)).astype('f')
@@ -242,7 +245,7 @@ def test_dead_codes_become_latents_and_live_on():
   latents, mask = around(CENTRES, 8, 6, 1), np.array([1] * 7 + [0], 'f')
   latents[7] = 1e6
   book = np.concatenate([CENTRES[:2], np.full((4, 4), 50.0)]).astype('f')             # four of six are far from all
-  state = quantizers.VQState(jnp.asarray(book), jnp.full(6, 1.0).at[:2].set(20), jnp.asarray(book), jnp.float32(1))
+  state = quantizers.VQState(jnp.asarray(book), jnp.full(6, 1.0).at[:2].set(20), jnp.asarray(book))
   state = state._replace(total=state.codebook * state.count[:, None])
   codes = quantizers.vq_nearest(jnp.asarray(latents), state.codebook)
   assert set(np.unique(codes[:7])) == {0, 1}
@@ -268,7 +271,7 @@ def test_dead_codes_become_latents_and_live_on():
 def test_a_renewed_code_survives_without_use_and_is_renewed_after_68_steps():
   latents = np.zeros((1, 2, 3), 'f')
   codes = np.zeros((1, 2), 'i')
-  state = quantizers.VQState(jnp.zeros((2, 3)), jnp.array([9.0, 0]), jnp.zeros((2, 3)), jnp.float32(1))
+  state = quantizers.VQState(jnp.zeros((2, 3)), jnp.array([9.0, 0]), jnp.zeros((2, 3)))
   counts = []
   for step in range(71):
     state = update(jax.random.key(step), latents, codes, np.ones(1, 'f'), state)
@@ -295,15 +298,16 @@ def test_eight_devices_keep_the_codebook_of_one():
   cut, whole = NamedSharding(mesh, P('data')), NamedSharding(mesh, P())
 
   def step(key, latents, mask, state):
-    state = jax.lax.cond(state.started > 0, lambda: state, lambda: quantizers.vq_start(key, latents, mask, 12))
     codes = quantizers.vq_nearest(latents, state.codebook)
     return quantizers.vq_update(key, latents, codes, mask, state)
 
-  one, eight = jax.jit(step), jax.jit(step, out_shardings=whole)
-  mask = np.array([1] * 15 + [0], 'f')
-  a, b = quantizers.vq_empty(12, 4), jax.device_put(quantizers.vq_empty(12, 4), whole)
+  begin = lambda key, latents, mask: quantizers.vq_start(key, latents, mask, 12)
+  one, eight, mask = jax.jit(step), jax.jit(step, out_shardings=whole), np.array([1] * 15 + [0], 'f')
   for i in range(52):
     latents, key = around(CENTRES, 16, 4, i, spread=1.0), jax.random.key(i)           # other latents on each device
+    if i == 0:
+      a = jax.jit(begin)(key, latents, mask)
+      b = jax.jit(begin, out_shardings=whole)(key, jax.device_put(latents, cut), jax.device_put(mask, cut))
     if i == 50:                                                                       # ten codes die at once
       a, b = (s._replace(count=s.count.at[2:].set(0), total=s.total.at[2:].set(0)) for s in (a, b))
       b = jax.device_put(b, whole)
@@ -313,7 +317,7 @@ def test_eight_devices_keep_the_codebook_of_one():
       np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6)
       for shard in y.addressable_shards:
         np.testing.assert_array_equal(shard.data, y.addressable_shards[0].data)
-  assert a.started == 1 and (a.count >= 1).all()
+  assert (a.count >= 1).all()
 
 
 def test_commitment_moves_the_encoder_only_and_is_a_mean():

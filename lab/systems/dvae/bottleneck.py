@@ -78,13 +78,9 @@ def empty(config) -> Any:
   return {}
 
 
-def begun(config, stats, found, mask, key):
-  """Stats with which a batch can be looked up: the first of vq_ema makes the codebook."""
-  if config.quantizer.kind != 'vq_ema':
-    return stats
-  start = lambda: quantizers.vq_start(key, jax.lax.stop_gradient(found), mask, config.model.codes,
-                                      config.quantizer.least)
-  return {'vq': jax.lax.cond(stats['vq'].started > 0, lambda: stats['vq'], start)}
+def begun(config, found, mask, key):
+  """The stats of vq_ema that a run begins with: a codebook made of its first batch."""
+  return {'vq': quantizers.vq_start(key, found, mask, config.model.codes, config.quantizer.least)}
 
 
 def kept(config, stats, passage, mask, key):

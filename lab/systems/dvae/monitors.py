@@ -15,6 +15,7 @@ FACTORS = ('height', 'width', 'colours', 'background')
 # one of 10! permutations of the colours and one of 8 dihedral maps
 AUGMENTATION_BITS = math.log2(math.factorial(10)) + 3
 SHUFFLE_SEED = 0
+BESIDE = 64      # slots that one is compared with at a time
 
 
 def score(records: Iterable[Mapping], codes: int, factors: Sequence[str] = FACTORS,
@@ -106,8 +107,9 @@ def _difference(records, taken) -> dict[str, float]:
 
 def _parts(taken, codes) -> dict[str, float]:
   """The divergence from uniform of deterministic codes, cut in three."""
-  slots, whole = len(taken), np.unique(taken, axis=1, return_inverse=True)[1]
-  single, joint = float(_entropies(taken).sum()), float(_entropies(whole.reshape(1, -1))[0])
+  slots, seen = len(taken), {}
+  whole = np.array([[seen.setdefault(grid.tobytes(), len(seen)) for grid in taken.T]])
+  single, joint = float(_entropies(taken).sum()), float(_entropies(whole)[0])
   return {'mi_nats_per_latent': joint / slots, 'tc_nats_per_latent': (single - joint) / slots,
           'dwkl_nats_per_latent': math.log(codes) - single / slots}
 
@@ -124,10 +126,12 @@ def _shared(taken, codes) -> dict[str, float]:
 def _mean_information(taken, codes) -> float:
   """Mean over the pairs of slots of I(a; b) = H(a) + H(b) - H(a, b)."""
   slots, alone = len(taken), _entropies(taken)
+  taken = taken.astype(np.promote_types(np.int32, np.min_scalar_type(codes**2)))
 
-  # one slot against all later ones in each thread: 4 [N, n] numbers in memory, not [N^2, n]; sorting needs no lock
+  # one slot against some later ones at a time, which stay in a core's cache; numpy needs no lock for them
   def told(i):
-    return (alone[i] + alone[i + 1:] - _entropies(taken[i] * codes + taken[i + 1:])).sum()
+    return sum((alone[i] + alone[j:j + BESIDE] - _entropies(taken[i] * codes + taken[j:j + BESIDE])).sum()
+               for j in range(i + 1, slots, BESIDE))
   with concurrent.futures.ThreadPoolExecutor(4) as pool:
     total = sum(pool.map(told, range(slots - 1)))
   return max(float(total) / (slots * (slots - 1) / 2), 0.0)              # round-off may fall below 0
@@ -150,14 +154,16 @@ def _gap(taken, factors) -> dict[str, float]:
 
 def _entropies(labels) -> np.ndarray:
   """f64[R]: entropy in nats of each row of i64[R, n]: ln n - (sum of c ln c) / n over the counts c."""
-  rows, n = labels.shape
+  n = labels.shape[1]
   # four bytes where they suffice: half of the time
   ordered = np.sort(labels.astype(np.promote_types(np.int32, np.min_scalar_type(int(labels.max(initial=0))))), -1)
   first = np.ones(labels.shape, bool)
   np.not_equal(ordered[:, 1:], ordered[:, :-1], out=first[:, 1:])
-  at = np.flatnonzero(first)                                             # every run of equal labels is a count
-  counts = np.diff(at, append=labels.size)
-  return math.log(n) - np.bincount(at // n, counts * np.log(counts), minlength=rows) / n
+  counts = np.diff(np.flatnonzero(first), append=labels.size)            # every run of equal labels is a count
+  terms = np.arange(n + 1, dtype=np.float64)
+  terms[1:] *= np.log(terms[1:])                                         # c ln c, once of each c and not of each count
+  runs = np.count_nonzero(first, 1)
+  return math.log(n) - np.add.reduceat(terms[counts], np.cumsum(runs) - runs) / n
 
 
 def deflate_bits(grids: Iterable[np.ndarray]) -> np.ndarray:

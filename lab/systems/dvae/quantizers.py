@@ -90,18 +90,16 @@ class VQState(NamedTuple):
     codebook: f32[C, D].
     count: f32[C], the moving average of how many latents of a global batch take each code.
     total: f32[C, D], the moving average of the sum of those latents; codebook = total / count.
-    started: f32[], 1 once there is a codebook.
   """
   codebook: jax.Array
   count: jax.Array
   total: jax.Array
-  started: jax.Array
 
 
 def vq_empty(codes: int, width: int) -> VQState:
   """The state before `vq_start`: zeros."""
   zeros = jnp.zeros((codes, width), jnp.float32)
-  return VQState(zeros, jnp.zeros(codes, jnp.float32), zeros, jnp.float32(0))
+  return VQState(zeros, jnp.zeros(codes, jnp.float32), zeros)
 
 
 def vq_nearest(latents: jax.Array, codebook: jax.Array) -> jax.Array:
@@ -119,7 +117,8 @@ def vq_start(key: jax.Array, latents: jax.Array, mask: jax.Array, codes: int, le
   """A codebook by k-means++: ten Lloyd iterations from latents that lie apart, of real rows only.
 
   With fewer latents than codes some codes are equal; all but the first of these go unused and are renewed by the first
-  `vq_update`. Where nothing is real the state stays not started.
+  `vq_update`. Where nothing is real all is zero, and the first `vq_update` with something real
+  renews every code.
 
   Args:
     key: for the latents that the iterations begin with.
@@ -137,7 +136,7 @@ def vq_start(key: jax.Array, latents: jax.Array, mask: jax.Array, codes: int, le
   centres = jax.lax.fori_loop(0, LLOYD_STEPS, lloyd, _seeds(key, points, real, codes))
   count, _ = _assigned(points, real, vq_nearest(points, centres), codes)
   count = jnp.where(count > 0, jnp.maximum(count, RENEWED * least), 0)
-  return VQState(centres, count, centres * count[:, None], real.any().astype(jnp.float32))
+  return VQState(centres, count, centres * count[:, None])
 
 
 def vq_update(key: jax.Array, latents: jax.Array, codes: jax.Array, mask: jax.Array, state: VQState,
@@ -155,7 +154,7 @@ def vq_update(key: jax.Array, latents: jax.Array, codes: jax.Array, mask: jax.Ar
     latents: [B, N, D], the global batch under jit: sums are then over all devices.
     codes: i32[B, N], their nearest codes.
     mask: f32[B], 0 = padding.
-    state: a started one.
+    state: `vq_start`'s, or that of the update before.
     decay: of the moving averages, 1/2 or more, lest a renewed code dies in the next step.
     least: latents a global batch.
   """
@@ -167,7 +166,7 @@ def vq_update(key: jax.Array, latents: jax.Array, codes: jax.Array, mask: jax.Ar
   dead, fresh, begin = count < least, _draw(key, points, real, len(count), missed), RENEWED * least
   column = dead[:, None]
   moved = VQState(jnp.where(column, fresh, _mean(count, total, state.codebook)), jnp.where(dead, begin, count),
-                  jnp.where(column, begin * fresh, total), state.started)
+                  jnp.where(column, begin * fresh, total))
   return jax.tree.map(lambda x, old: jnp.where(real.any(), x, old), moved, state)
 
 

@@ -12,11 +12,12 @@ THINNEST = 6      # times as high as wide a map of codes may be
 
 def records(config, outputs, batch):
   """A record a grid: its codes, what they show, and, of an evaluation, what the scores are made of."""
+  if 'name' not in batch:
+    yield from _judged(outputs, batch, config.data.layout)
+    return
   for i in range(len(batch['mask'])):
     codes = np.asarray(outputs['codes'][i]).tolist() if 'codes' in outputs else []
-    if 'name' not in batch:
-      yield _judged(outputs, batch, i, codes, config.data.layout)
-    elif 'between' in outputs:
+    if 'between' in outputs:
       yield {'name': batch['name'][i], 'grids': [canvas.grid_of(x, config.data.layout).tolist()
                                                  for x in outputs['between'][i]]}
     else:
@@ -35,12 +36,13 @@ def _header(found, i):
   return {'size': size, 'colours': [int(c) for c in found['colours'][i]], **alike}
 
 
-def _judged(outputs, batch, i, codes, layout):
-  wanted, found = (np.asarray(outputs[k][i]) for k in ('tokens', 'cells'))
-  right = wanted == found
-  return {'codes': codes, 'pair': int(batch['pair'][i]), 'is_input': int(batch['is_input'][i]),
-          'exact': bool(right.all()), 'right': int(right[wanted < canvas.COLOURS].sum()),
-          **_of_truth(wanted.astype(np.uint8).tobytes(), layout)}
+def _judged(outputs, batch, layout):
+  wanted, right = np.asarray(outputs['tokens'], np.uint8), np.asarray(outputs['tokens'] == outputs['cells'])
+  codes = np.asarray(outputs['codes']).tolist() if 'codes' in outputs else [[]] * len(wanted)
+  columns = (batch['pair'], batch['is_input'], right.all(1), (right & (wanted < canvas.COLOURS)).sum(1))
+  for tokens, used, *told in zip(wanted, codes, *(np.asarray(x).tolist() for x in columns)):
+    judged = dict(zip(('pair', 'is_input', 'exact', 'right'), told))
+    yield {'codes': used, **judged, **_of_truth(tokens.tobytes(), layout)}
 
 
 @functools.lru_cache(1 << 16)

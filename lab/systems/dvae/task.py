@@ -27,19 +27,16 @@ def make_task(config) -> Task:
     head = model.told(config.model, ids)
     return ids, head, net.apply({'params': params}, ids, places, head, method='encode')
 
+  def begin(params, stats, batch, key):
+    del stats
+    *_, found = trained_on(config, net, params, batch, key, jnp.int32(0))
+    return bottleneck.begun(config, found, batch['mask'], jax.random.split(key)[0])
+
   def loss(params, stats, batch, key, step):
-    grid, size, number = batch['grid'], batch['size'], batch['number']
-    if config.augment.on:
-      grid, size = canvas.augmented(grid, size, number, config.augment)
-    ids, places = canvas.tokens(grid, size, config.data.layout)
-    head, most, drop = model.told(config.model, ids), anneal.value(config.mask.most, step), {'dropout': key}
-    seen = canvas.hidden(ids, number, most)
-    found = net.apply({'params': params}, seen, places, head, True, method='encode', rngs=drop)
-    start, renew = jax.random.split(key)
-    stats = bottleneck.begun(config, stats, found, batch['mask'], start)
-    passage = bottleneck.sampled(net, config, params, stats, found, number, step)
-    logits = net.apply({'params': params}, passage.words, head, True, method='decode', rngs=drop)
-    stats, marginal = bottleneck.kept(config, stats, passage, batch['mask'], renew)
+    ids, head, seen, found = trained_on(config, net, params, batch, key, step)
+    passage = bottleneck.sampled(net, config, params, stats, found, batch['number'], step)
+    logits = net.apply({'params': params}, passage.words, head, True, method='decode', rngs={'dropout': key})
+    stats, marginal = bottleneck.kept(config, stats, passage, batch['mask'], jax.random.split(key)[1])
     terms, sums = judge(config, logits, ids, batch['mask'])
     more, raw = regular(config, passage, marginal, batch['mask'], lambda: source('train').size, step)
     rows = (ids != canvas.PAD) * batch['mask'][:, None]
@@ -58,13 +55,25 @@ def make_task(config) -> Task:
         sums[name] = ((each * batch['mask']).sum(), batch['mask'].sum())
     return {'loss': terms['ce'], **sums}
 
-  return Task(init=init, loss=loss, measure=measure, predict=functools.partial(predict, config, net, encode),
+  return Task(init=init, loss=loss, measure=measure, begin=begin if config.quantizer.kind == 'vq_ema' else None,
+              predict=functools.partial(predict, config, net, encode),
               source=source, rules=rules(config), records=functools.partial(show.records, config),
               score=functools.partial(show.score, config), picture=functools.partial(show.picture, config),
               inputs=lambda path, output, stop: grid_inputs.grids(
                   path, output, stop, side=config.data.side, verb=config.predict.verb,
                   codes=(config.model.latents, config.model.codes),
                   header=config.model.pool == 'lattice', distinct=config.model.distinct))
+
+
+def trained_on(config, net, params, batch, key, step):
+  """What training makes of a batch up to the bottleneck: tokens, header, tokens as seen, and what the encoder says."""
+  grid, size, number = batch['grid'], batch['size'], batch['number']
+  if config.augment.on:
+    grid, size = canvas.augmented(grid, size, number, config.augment)
+  ids, places = canvas.tokens(grid, size, config.data.layout)
+  head, seen = model.told(config.model, ids), canvas.hidden(ids, number, anneal.value(config.mask.most, step))
+  return ids, head, seen, net.apply({'params': params}, seen, places, head, True, method='encode',
+                                    rngs={'dropout': key})
 
 
 def predict(config, net, encode, params, stats, batch, key):

@@ -12,23 +12,22 @@ from lab import programs
 from lab.sharding import paths
 
 
-def _sums(tree):
-  """Two wrapping u32 sums of every array's bits, one of them weighted by position: exact on any sharding."""
-  def one(x):
-    if x.dtype == jnp.bool_:
-      x = x.astype(jnp.uint8)
-    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f'uint{8 * x.dtype.itemsize}')).astype(jnp.uint32)
-    at, stride = jnp.zeros(x.shape, jnp.uint32), 1
-    for axis in reversed(range(x.ndim)):
-      at += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride % (1 << 32))
-      stride *= x.shape[axis]
-    return jnp.stack([jnp.sum(bits, dtype=jnp.uint32), jnp.sum(bits * (2 * at + 1), dtype=jnp.uint32)])
-  return jax.tree.map(one, tree)
+@jax.jit      # traced once of each shape: a network has a thousand arrays of thirty
+def _sums(x):
+  """Two wrapping u32 sums of an array's bits, one of them weighted by position: exact on any sharding."""
+  if x.dtype == jnp.bool_:
+    x = x.astype(jnp.uint8)
+  bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f'uint{8 * x.dtype.itemsize}')).astype(jnp.uint32)
+  at, stride = jnp.zeros(x.shape, jnp.uint32), 1
+  for axis in reversed(range(x.ndim)):
+    at += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride % (1 << 32))
+    stride *= x.shape[axis]
+  return jnp.stack([jnp.sum(bits, dtype=jnp.uint32), jnp.sum(bits * (2 * at + 1), dtype=jnp.uint32)])
 
 
 @functools.cache
 def _program():
-  return jax.jit(_sums, compiler_options=programs.options())
+  return jax.jit(lambda tree: jax.tree.map(_sums, tree), compiler_options=programs.options())
 
 
 def checksums(state: Any) -> dict[str, list[int]]:

@@ -69,7 +69,8 @@ def run(given: list[str]) -> int:
 def measured(config, steps: int, profile: str, cache: str) -> dict:
   """What the module says, of a configuration; programs are kept in the folder `cache`."""
   import jax
-  from lab import flops, memory, mesh as meshes, optim, train
+  from lab import beginning, flops, memory, mesh as meshes, optim, train
+  from lab.ledger import Ledger
   from lab.task import load
   jax.config.update('jax_compilation_cache_dir', cache)
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
@@ -88,7 +89,8 @@ def measured(config, steps: int, profile: str, cache: str) -> dict:
     state = jax.jit(train.initial(task, tx, config, batches.spec(1)), out_shardings=layout)()
     jax.block_until_ready((state, data))
     need = memory.check_step(step, state, data)
-    state, times, sums = timed(step, state, data, steps)
+    first = beginning.before(task, step, config, like, mesh, Ledger('', writes=False))
+    state, times, sums = timed(first, state, data, steps)
     peak = (jax.local_devices()[0].memory_stats() or {}).get('peak_bytes_in_use', 0)
     if profile:
       traced(step, state, data, profile)

@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from lab import files, mesh as meshes, peers
-from lab.checksums import described, shape
+from lab.checksums import below, described, shape
 from lab.logs import versions
 from lab.sharding import paths
 from lab.task import TrainState
@@ -361,7 +361,8 @@ class Checkpoints:
   def _compare(self, step, meta, abstract):
     """Refuses a checkpoint of another task or network; warns of every other difference."""
     want, have = {p: shape(x) for p, x in paths(abstract)}, {p: a[:2] for p, a in meta['arrays'].items()}
-    missing, extra = sorted(set(want) - set(have)), sorted(set(have) - set(want)) if abstract.opt != () else []
+    missing = sorted(set(want) - set(have))      # of the optimizer's arrays weights alone know nothing
+    extra = sorted(p for p in set(have) - set(want) if abstract.opt != () or not p.startswith('opt/'))
     other = [f'{p} {have[p]} is not {want[p]}' for p in want if p in have and have[p] != want[p]]
     if missing or extra or other or (self.config is not None and meta['config']['task'] != self.config.task):
       raise Foreign(f'{self.path(step)} belongs to another run: task {meta["config"]["task"]}, arrays missing there '
@@ -379,11 +380,6 @@ class Checkpoints:
 
 def _finite(scores):
   return {k: v for k, v in scores.items() if np.isfinite(v)}
-
-
-def below(head: str, arrays: Mapping[str, list]) -> dict[str, list]:
-  """The descriptions of the arrays under a path, by the rest of their paths."""
-  return {p[len(head) + 1:]: a for p, a in arrays.items() if p.startswith(head + '/')}
 
 
 def verify(tree: Any, want: Mapping[str, list], where: str) -> None:

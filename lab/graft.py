@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from lab import artifact, files
-from lab.checkpoint import HEADS, CheckpointError, Checkpoints, below, join, split, verify
+from lab.checkpoint import HEADS, CheckpointError, Checkpoints, join, split, verify
+from lab.checksums import below
 from lab.sharding import paths
 from lab.task import ConfigError, TrainState
 
@@ -94,7 +95,8 @@ def continued(state: TrainState, source: str, moments: bool, root: str = '.') ->
              and (k != 'ema' or any(p.startswith('opt/ema/') for p in arrays))}
     here = {p: [x.dtype.name, list(x.shape)] for p, x in paths(join(items, state._replace(opt=state.opt._replace(
         inner=(), ema=()))))}
-    there = {p: a[:2] for p, a in arrays.items() if p in here or moments and p.startswith('opt/inner/')}
+    there = {p: a[:2] for p, a in arrays.items()
+             if p in here or p.startswith('stats/') or moments and p.startswith('opt/inner/')}
     for p in sorted(here.keys() | there.keys()):
       if here.get(p) != there.get(p):
         raise CheckpointError(f'continue_from = {source}: {p} there is {there.get(p, "missing")}, here '

@@ -5,7 +5,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import pytest
 
-from lab import config as configs, mesh as meshes, optim, train
+from lab import config as configs, logs, lr_find, mesh as meshes, optim, train
 from lab.task import load
 from tests import toy
 
@@ -20,7 +20,8 @@ def beginning(config):
   def loss(params, stats, batch, key, step):
     terms, (_, sums) = built.loss(params, stats, batch, key, step)
     return terms, (stats, {**sums, 'begun': (stats['error'], jnp.float32(1))})
-  return built._replace(loss=loss, begin=lambda params, stats, batch, key: {'error': batch['x'].sum()})
+  return built._replace(loss=loss, begin=lambda params, stats, batch, key: {
+      'error': batch['x'].sum() + jax.random.uniform(key)})
 
 
 @pytest.mark.parametrize('micro', [1, 2])
@@ -29,12 +30,27 @@ def test_the_first_batch_alone_is_begun_with(toy_config, tmp_path, micro):
   toy_config.optim.accumulate, toy_config.eval_steps = micro, 0
   batches = train.feed(toy.source(toy_config.data.dir, 'train', 30, 0.01), toy_config, range(8))
   first = next(iter(batches))
+  key = jax.random.fold_in(jax.random.key(toy_config.seed, impl=toy_config.prng), 0)
+  want = float(first['x'].sum() + jax.random.uniform(key))
   for total in (2, 4):      # the second run goes on from the first one's end
     toy_config.total_steps = total
     train.run(beginning(toy_config), toy_config, str(tmp_path))
     with train.restored(beginning(toy_config), toy_config, str(tmp_path), 'latest') as (_, step, _, stats):
       assert step == total
-      assert float(stats['error']) == pytest.approx(float(first['x'].sum()), rel=1e-5)
+      assert float(stats['error']) == pytest.approx(want, rel=1e-5)
+  rows = [r for r in logs.rows(str(tmp_path)) if r['split'] == 'train']
+  assert [r['step'] for r in rows] == [1, 2, 3, 4]
+  assert [r['begun'] for r in rows] == pytest.approx([want] * 4, rel=1e-5)      # in the first update already
+
+
+def test_a_range_test_begins_as_a_run_does(toy_config, tmp_path):
+  built = beginning(toy_config)
+
+  def loss(params, stats, batch, key, step):      # what has not begun has no finite loss
+    terms, rest = built.loss(params, stats, batch, key, step)
+    return {k: (jnp.where(stats['error'] == 0, jnp.nan, t), w) for k, (t, w) in terms.items()}, rest
+  toy_config.lr_find.steps = 5
+  assert len(lr_find.run(built._replace(loss=loss), toy_config, str(tmp_path))['losses']) == 5
 
 
 def waits(jaxpr, settled=()):

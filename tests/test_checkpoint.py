@@ -194,6 +194,13 @@ def test_a_foreign_checkpoint_is_refused(store, state, toy_config):
   foreign.close()
 
 
+def test_stats_that_the_program_does_not_have_are_named(store, state):
+  save(store, 5, state=state._replace(stats={**state.stats, 'old': state.stats['error']}))
+  for read in (lambda: store.resume(state), lambda: store.weights('latest', state)):
+    with pytest.raises(CheckpointError, match=r"unknown here \['stats/old'\]"):
+      read()
+
+
 def test_missing_steps_are_named_with_the_nearest(store, state, toy_config):
   with pytest.raises(CheckpointError, match='no checkpoint in'):
     store.find('latest')

@@ -156,7 +156,12 @@ def test_what_cannot_be_continued_is_told(toy_config, tmp_path, first):
   toy_config.total_steps = 12
   with pytest.raises(ConfigError, match='at step 15, beyond config.total_steps = 12'):
     run(toy_config, tmp_path)
-  toy_config.continue_from = f'{first}:7'
+  built = toy.make_task(toy_config)
+  other = built._replace(init=lambda key, batch: (built.init(key, batch)[0], {}))
+  toy_config.total_steps = 60
+  with pytest.raises(CheckpointError, match=r"stats/error there is \['float32', \[\]\], here missing"):
+    train.run(other, toy_config, str(tmp_path))
+  toy_config.total_steps, toy_config.continue_from = 12, f'{first}:7'
   with pytest.raises(CheckpointError, match=r"no step '7'; nearest: \[5, 10, 15\]"):
     run(toy_config, tmp_path)
   toy_config.continue_from = str(first) + 'x'

@@ -212,6 +212,8 @@ def test_every_quantizer_teaches_all_of_the_network(kind):
         params, stats, rows, jax.random.key(0))
   rows = batch()
   arrays = {k: v for k, v in rows.items() if k not in ('pair', 'is_input')}
+  if built.begin:
+    stats = jax.jit(built.begin)(params, stats, arrays, jax.random.key(1))
   for number in range(1, 4):                      # and in the third nothing is compiled any more
     (grads, (terms, (new, said))), sums, outputs = step(params, stats, arrays, jnp.int32(number))
     stats = new
@@ -227,6 +229,23 @@ def test_every_quantizer_teaches_all_of_the_network(kind):
   scores = monitors.score(list(show.records(small(**values), jax.device_get(outputs), rows)), 16)
   assert 0 <= scores['exact_grids'] <= 1 and ('code_usage' in scores) == (kind != 'none')
   assert np.isfinite(metrics.ratios(jax.device_get(sums))['loss'])
+
+
+def test_the_codebook_begins_with_what_the_first_update_looks_up():
+  config = small(**{'quantizer.kind': 'vq_ema', 'augment.translate': .5, 'mask.most.start': .5, 'mask.most.end': .5,
+                    'loss.commitment': 1.0, **WITHOUT})
+  built, key = task.make_task(config), jax.random.key(3)
+  params, stats = jax.jit(built.init)(jax.random.key(0), None)
+  rows = {k: jnp.asarray(v) for k, v in batch().items() if k not in ('pair', 'is_input')}
+  rows['mask'] = rows['mask'].at[4:].set(0)
+  begun = jax.jit(built.begin)(params, stats, rows, key)
+  assert jax.tree.map(jnp.shape, begun) == jax.tree.map(jnp.shape, stats)
+  # as many codes as there are latents would leave nothing to commit to; with fewer it is what k-means leaves
+  loss = jax.jit(lambda stats: built.loss(params, stats, rows, key, jnp.int32(0))[0]['commitment'])
+  left, other = (float(total / weight) for total, weight in (loss(begun), loss(jax.jit(built.begin)(
+      params, stats, {**rows, 'number': rows['number'] + 9}, key))))
+  assert 0 < left < .5 * other      # of other augmentations of the same grids the words are further away
+  assert float(begun['vq'].count.sum()) >= 4 * 8      # real latents alone: four grids of eight
 
 
 def test_the_codebook_of_vq_is_kept(tmp_path):

@@ -107,8 +107,9 @@ def _difference(records, taken) -> dict[str, float]:
 
 def _parts(taken, codes) -> dict[str, float]:
   """The divergence from uniform of deterministic codes, cut in three."""
-  slots, seen = len(taken), {}
-  whole = np.array([[seen.setdefault(grid.tobytes(), len(seen)) for grid in taken.T]])
+  grids = [grid.tobytes() for grid in taken.T]
+  slots, number = len(taken), {grid: i for i, grid in enumerate(sorted({*grids}))}
+  whole = np.array([[number[grid] for grid in grids]])
   single, joint = float(_entropies(taken).sum()), float(_entropies(whole)[0])
   return {'mi_nats_per_latent': joint / slots, 'tc_nats_per_latent': (single - joint) / slots,
           'dwkl_nats_per_latent': math.log(codes) - single / slots}
@@ -126,7 +127,7 @@ def _shared(taken, codes) -> dict[str, float]:
 def _mean_information(taken, codes) -> float:
   """Mean over the pairs of slots of I(a; b) = H(a) + H(b) - H(a, b)."""
   slots, alone = len(taken), _entropies(taken)
-  taken = taken.astype(np.promote_types(np.int32, np.min_scalar_type(codes**2)))
+  taken = taken.astype(_whole(codes**2))
 
   # one slot against some later ones at a time, which stay in a core's cache; numpy needs no lock for them
   def told(i):
@@ -155,8 +156,7 @@ def _gap(taken, factors) -> dict[str, float]:
 def _entropies(labels) -> np.ndarray:
   """f64[R]: entropy in nats of each row of i64[R, n]: ln n - (sum of c ln c) / n over the counts c."""
   n = labels.shape[1]
-  # four bytes where they suffice: half of the time
-  ordered = np.sort(labels.astype(np.promote_types(np.int32, np.min_scalar_type(int(labels.max(initial=0))))), -1)
+  ordered = np.sort(labels.astype(_whole(int(labels.max(initial=0))), copy=False), -1)
   first = np.ones(labels.shape, bool)
   np.not_equal(ordered[:, 1:], ordered[:, :-1], out=first[:, 1:])
   counts = np.diff(np.flatnonzero(first), append=labels.size)            # every run of equal labels is a count
@@ -164,6 +164,11 @@ def _entropies(labels) -> np.ndarray:
   terms[1:] *= np.log(terms[1:])                                         # c ln c, once of each c and not of each count
   runs = np.count_nonzero(first, 1)
   return math.log(n) - np.add.reduceat(terms[counts], np.cumsum(runs) - runs) / n
+
+
+def _whole(largest: int) -> type:
+  """The type of whole numbers up to this: four bytes where they suffice, of which half of the time is sorted."""
+  return np.int32 if largest < 1 << 31 else np.int64
 
 
 def deflate_bits(grids: Iterable[np.ndarray]) -> np.ndarray:

@@ -117,8 +117,7 @@ def vq_start(key: jax.Array, latents: jax.Array, mask: jax.Array, codes: int, le
   """A codebook by k-means++: ten Lloyd iterations from latents that lie apart, of real rows only.
 
   With fewer latents than codes some codes are equal; all but the first of these go unused and are renewed by the first
-  `vq_update`. Where nothing is real all is zero, and the first `vq_update` with something real
-  renews every code.
+  `vq_update`. Where nothing is real all are zero, and so equal.
 
   Args:
     key: for the latents that the iterations begin with.

@@ -131,33 +131,38 @@ def run(task: Task, config, workdir: str, began: float | None = None) -> dict[st
     _keep(os.path.join(folder, ASSETS), task.files())
   with jax.set_mesh(mesh), contextlib.closing(Ledger(folder, jax.process_index() == 0, began)) as ledger:
     source = task.source('train')
-    batches = feed(source, config, meshes.rows(mesh, config.input.batch_size).fed)
-    tx = optim.make(config.optim, config.total_steps)
-    like = abstract(task, tx, config, batches.spec(1), mesh)
-    memory.check_state(like)
-    data = pipeline.fingerprint(source, batches.index)
-    peers.agree('data', {'the training split': data})
-    with contextlib.closing(batches), contextlib.closing(Checkpoints(workdir, config, data)) as checkpoints:
-      batches.begin()
-      ledger.enter('restore' if checkpoints.steps() else 'start')
-      state = start(task, tx, config, like, batches.spec(1), checkpoints)
-      ledger.at(int(state.step), 'resumed')
-      ledger.enter('start')
-      batches.step = accumulate.before(config.optim, int(state.step))
-      batches.bad = list(checkpoints.notes.get('bad_records', ()))
-      due = bool(checkpoints.notes.get('evaluation_due'))
-      with contextlib.closing(logs.Log(workdir, config, int(state.step), ledger, due)) as log:
-        step = _program(make_step(task, tx, config, like, mesh), config, ledger, log)
-        if int(state.step) == 0:
-          step = beginning.before(task, step, config, like, mesh, ledger)
-        log.utilisation = _flops(task, config, batches, like)
-        judge = evaluate.make(task, config, mesh, ledger)
-        state, reason = _loop(config, mesh, batches, step, state, checkpoints, log, judge)
-      scores = next((r for r in reversed(logs.rows(folder)) if r['split'] == 'eval'), {})
-      scores = {k: v for k, v in scores.items() if k not in ('step', 'split')}
-      ledger.at(int(state.step), 'end')
-      _close(workdir, folder, checkpoints, state, scores, reason)
-      return scores
+    with contextlib.closing(feed(source, config, meshes.rows(mesh, config.input.batch_size).fed)) as batches:
+      batches.begin()      # workers load what they need while the run does
+      return _trained(task, config, workdir, mesh, source, batches, ledger)
+
+
+def _trained(task, config, workdir, mesh, source, batches, ledger) -> dict[str, float]:
+  """As run, of the batches of the source."""
+  folder, tx = files.local(workdir), optim.make(config.optim, config.total_steps)
+  like = abstract(task, tx, config, batches.spec(1), mesh)
+  memory.check_state(like)
+  data = pipeline.fingerprint(source, batches.index)
+  peers.agree('data', {'the training split': data})
+  with contextlib.closing(Checkpoints(workdir, config, data)) as checkpoints:
+    ledger.enter('restore' if checkpoints.steps() else 'start')
+    state = start(task, tx, config, like, batches.spec(1), checkpoints)
+    ledger.at(int(state.step), 'resumed')
+    ledger.enter('start')
+    batches.step = accumulate.before(config.optim, int(state.step))
+    batches.bad = list(checkpoints.notes.get('bad_records', ()))
+    due = bool(checkpoints.notes.get('evaluation_due'))
+    with contextlib.closing(logs.Log(workdir, config, int(state.step), ledger, due)) as log:
+      step = _program(make_step(task, tx, config, like, mesh), config, ledger, log)
+      if int(state.step) == 0:
+        step = beginning.before(task, step, config, like, mesh, ledger)
+      log.utilisation = _flops(task, config, batches, like)
+      judge = evaluate.make(task, config, mesh, ledger)
+      state, reason = _loop(config, mesh, batches, step, state, checkpoints, log, judge)
+    scores = next((r for r in reversed(logs.rows(folder)) if r['split'] == 'eval'), {})
+    scores = {k: v for k, v in scores.items() if k not in ('step', 'split')}
+    ledger.at(int(state.step), 'end')
+    _close(workdir, folder, checkpoints, state, scores, reason)
+    return scores
 
 
 def _keep(folder, files):

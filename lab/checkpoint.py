@@ -361,7 +361,8 @@ class Checkpoints:
   def _compare(self, step, meta, abstract):
     """Refuses a checkpoint of another task or network; warns of every other difference."""
     want, have = {p: shape(x) for p, x in paths(abstract)}, {p: a[:2] for p, a in meta['arrays'].items()}
-    missing = sorted(set(want) - set(have))      # of the optimizer's arrays weights alone know nothing
+    missing = sorted(set(want) - set(have))
+    # whoever wants weights alone knows nothing of the optimizer's arrays
     extra = sorted(p for p in set(have) - set(want) if abstract.opt != () or not p.startswith('opt/'))
     other = [f'{p} {have[p]} is not {want[p]}' for p in want if p in have and have[p] != want[p]]
     if missing or extra or other or (self.config is not None and meta['config']['task'] != self.config.task):

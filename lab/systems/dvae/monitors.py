@@ -15,7 +15,6 @@ FACTORS = ('height', 'width', 'colours', 'background')
 # one of 10! permutations of the colours and one of 8 dihedral maps
 AUGMENTATION_BITS = math.log2(math.factorial(10)) + 3
 SHUFFLE_SEED = 0
-BESIDE = 64      # slots that one is compared with at a time
 
 
 def score(records: Iterable[Mapping], codes: int, factors: Sequence[str] = FACTORS,
@@ -129,10 +128,9 @@ def _mean_information(taken, codes) -> float:
   slots, alone = len(taken), _entropies(taken)
   taken = taken.astype(_whole(codes**2))
 
-  # one slot against some later ones at a time, which stay in a core's cache; numpy needs no lock for them
+  # one slot against all later ones in each thread: 4 [N, n] numbers in memory, not [N^2, n]; sorting needs no lock
   def told(i):
-    return sum((alone[i] + alone[j:j + BESIDE] - _entropies(taken[i] * codes + taken[j:j + BESIDE])).sum()
-               for j in range(i + 1, slots, BESIDE))
+    return (alone[i] + alone[i + 1:] - _entropies(taken[i] * codes + taken[i + 1:])).sum()
   with concurrent.futures.ThreadPoolExecutor(4) as pool:
     total = sum(pool.map(told, range(slots - 1)))
   return max(float(total) / (slots * (slots - 1) / 2), 0.0)              # round-off may fall below 0

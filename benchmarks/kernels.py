@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from absl import flags
 
 from lab import topology
-from lab.nn import activations, attention, kernels, losses, norms, short_attention
+from lab.nn import activations, attention, kernels, long_attention, losses, norms, short_attention
 from lab.systems.video import lstm
 
 FLAGS = flags.FlagValues()
@@ -27,10 +27,11 @@ NORMS = ((32_768, 768, False), (65_536, 256, True), (221_184, 128, True))     # 
 HIDDEN = (32_768, 3_072)                                                      # rows, features
 CELLS = (2, 512, 2048)                                                        # heads, rows, units: a step of an LSTM
 HEADS = ((256, 128, 12, 64), (6_144, 16, 8, 16), (1_536, 24, 8, 32))          # rows, tokens, heads, features
+LONG = (64, 1_024, 8, 32)                                                     # the same
 
 
-def main(argv: list[str], logits=LOGITS, shapes=NORMS, hidden=HIDDEN, heads=HEADS, cells=CELLS,
-         interpret: bool = False) -> int:
+def main(argv: list[str], logits=LOGITS, shapes=NORMS, hidden=HIDDEN, heads=HEADS, long=LONG,
+         cells=CELLS, interpret: bool = False) -> int:
   """Prints the table and returns the exit code; interpret: for tests, without a GPU."""
   FLAGS(argv)
   kind, gpu = jax.devices()[0].device_kind, jax.devices()[0].platform == 'gpu'
@@ -41,7 +42,7 @@ def main(argv: list[str], logits=LOGITS, shapes=NORMS, hidden=HIDDEN, heads=HEAD
   print(f'{kind}, jax {jax.__version__}\n{"":<40} {"plain":>8} {"kernel":>8} {"least":>8} difference')
   for name, plain, kernel, args in (*of_labels(*logits), *(row for shape in shapes for row in of_norms(*shape)),
                                     of_activation(*hidden), *(row for shape in heads for row in of_attention(*shape)),
-                                    of_lstm(*cells)):
+                                    *of_long_attention(*long), of_lstm(*cells)):
     slow, wanted = timed(plain, args)
     fast, got = timed(functools.partial(kernel, interpret=interpret), args)
     moved = sum(a.nbytes for a in jax.tree.leaves((args, wanted)))
@@ -93,14 +94,30 @@ def of_activation(rows: int, width: int):
 
 def of_attention(rows: int, tokens: int, heads: int, features: int):
   """(name, plain, kernel, arguments) of attention over few tokens, and of its gradient; plain is by einsums."""
-  q, k, v, slope = (jax.random.normal(jax.random.key(i), (rows, tokens, heads, features)).astype(jnp.bfloat16)
-                    for i in range(4))
-  plain = lambda q, k, v: attention.attend(q, k, v, implementation='plain')
-  name = f'attention {rows} x {tokens} x {heads} x {features}'
+  name, plain, back, q, k, v, slope = _attention(rows, tokens, heads, features)
   one = lambda *x, **more: (short_attention.attend(*x, causal=False, **more),)
   yield name, lambda *x: (plain(*x),), one, (q, k, v)
-  yield (f'gradient of {name}', lambda *x: jax.vjp(plain, *x[:3])[1](x[3]),
-         functools.partial(short_attention.gradient, causal=False), (q, k, v, slope))
+  yield f'gradient of {name}', back, functools.partial(short_attention.gradient, causal=False), (q, k, v, slope)
+
+
+def of_long_attention(rows: int, tokens: int, heads: int, features: int):
+  """The same of many tokens; what its gradient wants of the result is by einsums, too."""
+  name, plain, back, q, k, v, slope = _attention(rows, tokens, heads, features)
+  y = jax.jit(plain)(q, k, v)
+  scores = jnp.einsum('bshd,bthd->bhst', q, k, preferred_element_type=jnp.float32) * features**-0.5
+  logs = -kernels.LOG2_E * jax.nn.logsumexp(scores, -1).reshape(-1)
+  yield name, lambda *x: (plain(*x),), lambda *x, **more: long_attention.attend(*x, **more)[:1], (q, k, v)
+  yield (f'gradient of {name}', lambda q, k, v, y, slope, logs: back(q, k, v, slope), long_attention.gradient,
+         (q, k, v, y, slope, logs))
+
+
+def _attention(rows, tokens, heads, features):
+  """A name, attention by einsums and its gradient, and for these q, k, v and a slope."""
+  shape = rows, tokens, heads, features
+  arrays = (jax.random.normal(jax.random.key(i), shape).astype(jnp.bfloat16) for i in range(4))
+  plain = lambda q, k, v: attention.attend(q, k, v, implementation='plain')
+  back = lambda q, k, v, slope: jax.vjp(plain, q, k, v)[1](slope)
+  return f'attention {rows} x {tokens} x {heads} x {features}', plain, back, *arrays
 
 
 def of_lstm(heads: int, rows: int, units: int):

@@ -3,6 +3,9 @@
 import functools
 import hashlib
 import json
+import os
+from collections.abc import Callable
+from concurrent import futures
 from typing import Any, Mapping
 
 import jax
@@ -12,6 +15,7 @@ from lab import programs
 from lab.sharding import paths
 
 PIECE = 64      # arrays whose sums come from the device in one
+_known: dict[tuple, Callable] = {}
 
 
 def _sums(x):
@@ -32,18 +36,33 @@ def _programs():
   return tuple(jax.jit(f, compiler_options=programs.options()) for f in (_sums, lambda *rows: jnp.stack(rows)))
 
 
+def _kind(x) -> tuple:
+  """(shape, type, sharding); the last is None of arrays of NumPy, and of those that go where others are."""
+  return x.shape, x.dtype, x.sharding if getattr(x, 'committed', False) else None
+
+
+def _compiled(kinds: set) -> dict[tuple, Callable]:
+  """The program of each kind of array; new ones are compiled side by side."""
+  new = [kind for kind in kinds if kind not in _known]
+  if new:
+    with futures.ThreadPoolExecutor(min(len(new), os.cpu_count() or 1)) as pool:
+      _known.update(zip(new, pool.map(lambda kind: _programs()[0].lower(
+          jax.ShapeDtypeStruct(*kind[:2], sharding=kind[2])).compile(), new)))
+  return _known
+
+
 def checksums(state: Any) -> dict[str, list[int]]:
   """path -> two numbers that change with any single changed bit of the array and with any swap.
 
   By a program of each kind of array, for a network has a thousand arrays of thirty kinds, and one program of them all
   takes long to compile. What they give is brought together first: each copy from a device takes its time.
   """
-  single, together = _programs()
-  named = list(paths(state))
-  sums = [single(x) for _, x in named]
+  named = [(path, x, _kind(x)) for path, x in paths(state)]
+  single, together = _compiled({kind for *_, kind in named}), _programs()[1]
+  sums = [single[kind](x) for _, x, kind in named]
   pieces = [sums[i:i + PIECE] for i in range(0, len(sums), PIECE)]
   rows = jax.device_get([together(*piece, *[piece[0]] * (PIECE - len(piece))) for piece in pieces])
-  return {path: [int(v) for v in row] for (path, _), row in zip(named, (row for piece in rows for row in piece))}
+  return {path: [int(v) for v in row] for (path, *_), row in zip(named, (row for piece in rows for row in piece))}
 
 
 def digest(state: Any) -> str:

@@ -206,6 +206,17 @@ def test_rope_turns_pairs_by_their_angles():
     attention.rope(jnp.zeros((1, 3, 1, 5)), jnp.array(places))
 
 
+@pytest.mark.parametrize('axes', [1, 2])
+def test_the_gradient_of_what_is_turned_is_turned_back(axes):
+  rng = np.random.default_rng(0)
+  x, slope = (jnp.asarray(rng.normal(size=(2, 5, 3, 8)), jnp.float32) for _ in range(2))
+  angles = attention.angles(jnp.asarray(rng.integers(0, 9, (2, 5, 2)[:1 + axes]), jnp.int32), 8)
+  y, pull = jax.vjp(lambda x: attention.turned(x, *angles), x)
+  np.testing.assert_allclose(attention.turned(pull(slope)[0], *angles), slope, atol=1e-5)
+  np.testing.assert_allclose(jnp.sum(y * slope), jnp.sum(x * pull(slope)[0]), rtol=1e-5)
+  assert pull(slope.astype(x.dtype))[0].dtype == x.dtype
+
+
 def test_rope_on_a_plane_turns_one_half_by_the_row_and_one_by_the_column():
   x = draw()[0]                                            # heads of 8 features
   at = jnp.array(np.random.default_rng(0).integers(0, 30, (*x.shape[:2], 2)), jnp.int32)

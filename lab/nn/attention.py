@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lab.nn import kernels, short_attention, target
+from lab.nn import kernels, long_attention, short_attention, target
 from lab.nn.products import contract
 
 IMPLEMENTATIONS = ('auto', 'plain', 'flash')
@@ -50,6 +50,9 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False, se
     obstacle = _obstacle(q, k, segments, mask, dropout)
     if not obstacle and segments is None and short_attention.fits(q, k) and kernels.takes(len(q)):
       return _short(q, k, v, lengths, causal)
+    all_see_all = segments is None and lengths is None and not causal
+    if not obstacle and all_see_all and long_attention.fits(q, k) and kernels.takes(len(q)):
+      return _long(q, k, v)
     if not obstacle:
       return _flash(q, k, v, causal, segments, key_segments, lengths)
     if implementation == 'flash':
@@ -100,11 +103,19 @@ def angles(positions: jax.Array, features: int, base: float = 10000.0) -> tuple[
   return jnp.cos(angle), jnp.sin(angle)
 
 
+@jax.custom_vjp
 def turned(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-  """x [B, S, H, Dh] rotated by `angles`, in float32; the result has x's dtype."""
-  pairs = x.astype(jnp.float32).reshape(*x.shape[:3], cos.shape[3], 2, cos.shape[4])
-  first, second = pairs[..., 0, :], pairs[..., 1, :]
-  return jnp.stack([first * cos - second * sin, second * cos + first * sin], -2).reshape(x.shape).astype(x.dtype)
+  """x [B, S, H, Dh] rotated by `angles`, in float32; the result has x's dtype. Angles get no gradient."""
+  pairs = x.reshape(*x.shape[:3], cos.shape[3], 2, cos.shape[4])
+  whole = lambda a, b: jnp.concatenate([a, b], -1).reshape(*a.shape[:3], -1)
+  # each feature and its partner are multiplied where they are: in other orders a GPU takes half as long again
+  partner = whole(pairs[..., 1, :], pairs[..., 0, :]).astype(jnp.float32)
+  return (x.astype(jnp.float32) * whole(cos, cos) + partner * whole(-sin, sin)).astype(x.dtype)
+
+
+# to turn back is to turn by the angles' negatives
+turned.defvjp(lambda *args: (turned(*args), args[1:]),
+              lambda angles, slope: (turned(slope, angles[0], -angles[1]), None, None))
 
 
 def _visible(q, k, causal, segments, key_segments, mask, lengths=None) -> jax.Array | None:
@@ -176,6 +187,29 @@ def _short_backward(causal, held, slope):
 
 
 _short.defvjp(_short_forward, _short_backward)
+
+
+@jax.custom_vjp
+def _long(q, k, v):
+  """A kernel of the lab's, and its gradient two."""
+  return _long_forward(q, k, v)[0]
+
+
+def _long_forward(q, k, v):
+  def whole(q, k, v):
+    return _flash(q, k, v, False, None, None, None), jnp.zeros((q.size // q.shape[-1],), jnp.float32)
+  y, logs = kernels.choose(whole, long_attention.attend, (q, k, v))
+  return y, (q, k, v, y, logs)
+
+
+def _long_backward(held, slope):
+  def whole(q, k, v, y, slope, logs):
+    return jax.vjp(lambda *x: _flash(*x, False, None, None, None), q, k, v)[1](slope)
+  q, k, v, y, logs = held
+  return kernels.choose(whole, long_attention.gradient, (q, k, v, y, slope, logs))
+
+
+_long.defvjp(_long_forward, _long_backward)
 
 
 def _obstacle(q, k, segments, mask, dropout) -> str:

@@ -14,6 +14,11 @@ def nvidia() -> bool:
   return platform() == 'gpu' and (_capability() or (0, 0)) >= (8, 0)
 
 
+def hopper() -> bool:
+  """Whether it is one of compute capability 9.0."""
+  return platform() == 'gpu' and _capability() == (9, 0)
+
+
 def shared_memory() -> int:
   """Bytes of it that a program on an NVIDIA GPU can have (CUDA C++ Programming Guide, compute capabilities)."""
   return {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}.get(_capability(), 99) << 10

@@ -4,7 +4,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent import futures
 from typing import Any, Mapping
 
@@ -41,13 +41,17 @@ def _kind(x) -> tuple:
   return x.shape, x.dtype, x.sharding if getattr(x, 'committed', False) else None
 
 
-def _compiled(kinds: set) -> dict[tuple, Callable]:
-  """The program of each kind of array; new ones are compiled side by side."""
-  new = [kind for kind in kinds if kind not in _known]
+def _compiled(kinds: Iterable[tuple]) -> dict[tuple, Callable]:
+  """The program of each kind of array; new ones are compiled side by side.
+
+  In the order in which they come, for processes compile parts of a program for each other, and wait for these.
+  """
+  new = [kind for kind in dict.fromkeys(kinds) if kind not in _known]
   if new:
+    single = _programs()[0]
     with futures.ThreadPoolExecutor(min(len(new), os.cpu_count() or 1)) as pool:
-      _known.update(zip(new, pool.map(lambda kind: _programs()[0].lower(
-          jax.ShapeDtypeStruct(*kind[:2], sharding=kind[2])).compile(), new)))
+      begun = [pool.submit(single.lower(jax.ShapeDtypeStruct(*kind[:2], sharding=kind[2])).compile) for kind in new]
+    _known.update(zip(new, [each.result() for each in begun]))
   return _known
 
 
@@ -58,7 +62,7 @@ def checksums(state: Any) -> dict[str, list[int]]:
   takes long to compile. What they give is brought together first: each copy from a device takes its time.
   """
   named = [(path, x, _kind(x)) for path, x in paths(state)]
-  single, together = _compiled({kind for *_, kind in named}), _programs()[1]
+  single, together = _compiled(kind for *_, kind in named), _programs()[1]
   sums = [single[kind](x) for _, x, kind in named]
   pieces = [sums[i:i + PIECE] for i in range(0, len(sums), PIECE)]
   rows = jax.device_get([together(*piece, *[piece[0]] * (PIECE - len(piece))) for piece in pieces])

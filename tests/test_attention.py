@@ -206,15 +206,18 @@ def test_rope_turns_pairs_by_their_angles():
     attention.rope(jnp.zeros((1, 3, 1, 5)), jnp.array(places))
 
 
-@pytest.mark.parametrize('axes', [1, 2])
-def test_the_gradient_of_what_is_turned_is_turned_back(axes):
+@pytest.mark.parametrize('axes, dtype, bound', [
+    (1, jnp.float32, 1e-5), (2, jnp.float32, 1e-5), (2, jnp.bfloat16, 0.02)])
+def test_the_gradient_of_what_is_turned_is_turned_back(axes, dtype, bound):
   rng = np.random.default_rng(0)
-  x, slope = (jnp.asarray(rng.normal(size=(2, 5, 3, 8)), jnp.float32) for _ in range(2))
+  x, slope = (jnp.asarray(rng.normal(size=(2, 5, 3, 8)), dtype) for _ in range(2))
   angles = attention.angles(jnp.asarray(rng.integers(0, 9, (2, 5, 2)[:1 + axes]), jnp.int32), 8)
   y, pull = jax.vjp(lambda x: attention.turned(x, *angles), x)
-  np.testing.assert_allclose(attention.turned(pull(slope)[0], *angles), slope, atol=1e-5)
-  np.testing.assert_allclose(jnp.sum(y * slope), jnp.sum(x * pull(slope)[0]), rtol=1e-5)
-  assert pull(slope.astype(x.dtype))[0].dtype == x.dtype
+  gradient, = pull(slope)
+  assert y.dtype == gradient.dtype == dtype
+  y, gradient, x, slope = (np.float64(a) for a in (y, gradient, x, slope))
+  np.testing.assert_allclose(attention.turned(jnp.asarray(gradient, jnp.float32), *angles), slope, atol=bound)
+  np.testing.assert_allclose(np.sum(y * slope), np.sum(x * gradient), rtol=bound)
 
 
 def test_rope_on_a_plane_turns_one_half_by_the_row_and_one_by_the_column():

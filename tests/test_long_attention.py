@@ -55,16 +55,28 @@ def test_scores_far_above_those_of_the_first_keys_are_done_again(last):
 
 def test_what_is_no_number_stays_one():
   q, k, v, slope = draw()
-  y, logs = long_attention.attend(q.at[0, 3, 1, 5].set(jnp.nan), k, v, interpret=True)
-  assert np.isnan(np.float32(y[0, 3, 1])).all() and np.isnan(logs.reshape(ROWS, HEADS, STEPS)[0, 1, 3])
-  assert np.isnan(np.float32(y)).sum() == WIDTH      # and no other
-  assert not np.isnan(np.float32(both(q, k, v, slope)[1])).any()
+  y, to_q, to_k, to_v = both(q.at[0, 3, 1, 5].set(jnp.nan), k, v, slope)
+  bad = lambda x: np.isnan(np.float32(x))
+  for x in (y, to_q):            # a query's own
+    assert bad(x)[0, 3, 1].all() and bad(x).sum() == WIDTH
+  for x in (to_k, to_v):         # and what its head's keys and values get
+    assert bad(x)[0, :, 1].all() and bad(x).sum() == STEPS * WIDTH
+
+
+def test_large_values_and_scores_stay_finite():
+  q, k, v, _ = draw()
+  k = k.at[:, 60:].multiply(6)      # exponentials far above 1
+  for factor, q in ((2.0**40, q), (1.0, 1e4 * q)):
+    y, logs = long_attention.attend(q, k, factor * v, interpret=True)
+    assert np.isfinite(logs).all()
+    near((y,), (attention.attend(*(x.astype(jnp.float32) for x in (q, k, factor * v)), implementation='plain'),), 1e-2)
 
 
 def test_many_tokens_on_a_gpu_are_the_kernels_on_each_device_and_cudnn_s_where_heads_are_split(gpu, monkeypatch):
   monkeypatch.setattr(target, 'nvidia', lambda: True)
   monkeypatch.setattr(target, 'hopper', lambda: True)
   monkeypatch.setattr(long_attention, 'exp2', lambda interpret: kernels.exp2(True))
+  monkeypatch.setattr(long_attention, 'LEAST', STEPS)
   theirs, asked = jax.nn.dot_product_attention, []
   monkeypatch.setattr(jax.nn, 'dot_product_attention', lambda *x, implementation, **options: asked.append(
       implementation) or theirs(*x, implementation='xla', **options))
@@ -85,6 +97,20 @@ def test_many_tokens_on_a_gpu_are_the_kernels_on_each_device_and_cudnn_s_where_h
     assert set(asked) == (set() if called else {'cudnn'})
 
 
+def test_kernels_and_cudnn_s_give_and_take_the_same_types(monkeypatch):
+  monkeypatch.setattr(target, 'nvidia', lambda: True)
+  monkeypatch.setattr(long_attention, 'fits', lambda q, k: True)
+  theirs = jax.nn.dot_product_attention
+  monkeypatch.setattr(jax.nn, 'dot_product_attention',
+                      lambda *x, implementation, **options: theirs(*x, implementation='xla', **options))
+  chosen, choose = [], kernels.choose
+  monkeypatch.setattr(kernels, 'choose', lambda plain, kernel, *args: chosen.append(
+      [jax.tree.map(lambda x: (x.shape, x.dtype), jax.eval_shape(f, *args[0])) for f in (plain, kernel)]) or choose(
+          plain, kernel, *args))
+  jax.make_jaxpr(lambda q, k, v, slope: jax.vjp(attention.attend, q, k, v)[1](slope))(*draw())
+  assert len(chosen) == 2 and all(list(plain) == list(kernel) for plain, kernel in chosen)
+
+
 def test_powers_of_two_are_asked_of_the_hardware(monkeypatch):
   asked = []
   monkeypatch.setattr(kernels.triton, 'elementwise_inline_asm', lambda asm, args, **_: asked.append((asm, args)) or [0])
@@ -100,8 +126,8 @@ def test_what_it_fits(monkeypatch):
     return long_attention.fits(jnp.zeros((1, steps, 2, width), dtype), jnp.zeros((1, others or steps, 2, width), dtype))
   assert not fits(1024, 32)      # here is no GPU
   monkeypatch.setattr(target, 'platform', lambda: 'gpu')
-  assert fits(1024, 32) and fits(256, 32)
-  assert not fits(1024, 64) and not fits(128, 32) and not fits(1000, 32) and not fits(1024, 32, 256)
+  assert fits(1024, 32) and fits(1152, 32)
+  assert not fits(1024, 64) and not fits(896, 32) and not fits(1100, 32) and not fits(1024, 32, 256)
   assert not fits(1024, 32, dtype=jnp.float16)
   monkeypatch.setattr(target, '_capability', lambda: (8, 0))
   assert not fits(1024, 32)

@@ -31,8 +31,8 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False, se
   gradients of exactly 0. dropout is the share of weights set to 0, drawn from key.
 
   implementation: 'plain', einsums; 'flash', a kernel on an NVIDIA GPU (ValueError where none applies: see `_obstacle`),
-  the lab's own for few tokens (short_attention.fits), else cuDNN's; 'auto', flash where it applies. Reverse-mode
-  derivatives only.
+  the lab's own for few tokens (short_attention.fits), and for many where all see all (long_attention.fits), else
+  cuDNN's; 'auto', flash where it applies. Reverse-mode derivatives only.
   """
   if implementation not in IMPLEMENTATIONS:
     raise ValueError(f'implementation = {implementation!r}: expected one of {IMPLEMENTATIONS}')
@@ -105,7 +105,10 @@ def angles(positions: jax.Array, features: int, base: float = 10000.0) -> tuple[
 
 @jax.custom_vjp
 def turned(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-  """x [B, S, H, Dh] rotated by `angles`, in float32; the result has x's dtype. Angles get no gradient."""
+  """x [B, S, H, Dh] rotated by `angles`, in float32; the result has x's dtype. Angles get no gradient.
+
+  Reverse-mode derivatives only.
+  """
   pairs = x.reshape(*x.shape[:3], cos.shape[3], 2, cos.shape[4])
   whole = lambda a, b: jnp.concatenate([a, b], -1).reshape(*a.shape[:3], -1)
   # each feature and its partner are multiplied where they are: in other orders a GPU takes half as long again

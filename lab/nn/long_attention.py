@@ -5,6 +5,9 @@ around them take longer than the products. So no maximum follows the scores: tha
 as any number does that keeps the sums finite, and where it doesn't a block is done again with a maximum that does
 follow. And the gradient is two kernels, of the queries and of keys and values, which add nothing up in memory: the same
 numbers every time.
+
+One number a row of scores is what the gradient knows of their size, as in FlashAttention-2: where scores go beyond some
+100,000, its float32 is too coarse, and gradients are wrong by a hundredth and more.
 """
 
 import functools
@@ -17,10 +20,10 @@ from jax.experimental.pallas import triton
 from lab.nn import target
 from lab.nn.kernels import LOG2_E, exp2
 
-WIDTH = 32                   # features of a head; with 64 cuDNN's are faster
-LEAST = 256                  # tokens of a row
+WIDTH = 32                   # features of a head: with more, products take longer than exponentials
+LEAST = 1024                 # tokens of a row: as many were timed
 BLOCK = 128                  # queries or keys of a program, and what numbers of tokens are multiples of
-MUCH = 2.0**100              # sums of exponentials up to here are as exact as small ones
+MUCH = 2.0**50               # sums of exponentials up to here are as exact as small ones, and so are values times these
 NONE = -1e30                 # below all scores, and finite
 
 
@@ -91,23 +94,23 @@ def _forward(q_of, k_of, v_of, out, logs_of, *, steps, queries, keys, exp2):
 
   def fixed(i, held):
     most, total, y = held
-    return most, *add(i, total, y, exp2(scores(i), factor, -most[:, None]))
+    return most, *add(i, total, y, exp2(scores(i), factor, -factor * most[:, None]))
 
   def running(i, held):
     most, total, y = held
     s = scores(i)
-    now = jnp.maximum(most, jnp.max(s, 1) * factor)
-    less = exp2(most, 1.0, -now)
-    return now, *add(i, total * less, y * less[:, None], exp2(s, factor, -now[:, None]))
+    now = jnp.maximum(most, jnp.max(s, 1))
+    less = exp2(most - now, factor, 0.0)
+    return now, *add(i, total * less, y * less[:, None], exp2(s - now[:, None], factor, 0.0))
 
   nothing = jnp.zeros((queries,), jnp.float32), jnp.zeros((queries, rows.width), jnp.float32)
-  held = jax.lax.fori_loop(0, blocks, fixed, (jnp.max(scores(0), 1) * factor, *nothing))
-  again = ~(jnp.max(held[1]) < MUCH)      # NaN too
+  held = jax.lax.fori_loop(0, blocks, fixed, (jnp.max(scores(0), 1), *nothing))
+  again = ~((jnp.max(held[1]) < MUCH) & (jnp.min(held[1]) > 0.5))      # NaN too
   start = jnp.full((queries,), NONE), *nothing
   most, total, y = jax.lax.fori_loop(0, again.astype(jnp.int32) * blocks, running,
                                      tuple(jnp.where(again, a, b) for a, b in zip(start, held)))
   out[rows.own] = (y / total[:, None]).astype(out.dtype)
-  logs_of[rows.of_own] = -most - jnp.log2(total)
+  logs_of[rows.of_own] = -factor * most - jnp.log2(total)
 
 
 def _to_queries(q_of, k_of, v_of, y_of, slope_of, logs_of, to_q, means_of, *, steps, queries, keys, exp2):

@@ -16,7 +16,7 @@ def wanted(x):
 
 
 def arrays():
-  """Of NumPy, of the first device without having to stay there, on one that it stays on, split, and everywhere."""
+  """Of NumPy, on the first device without having to stay there, split over eight, and on each of these."""
   mesh, x = jax.make_mesh((8,), ('data',)), np.random.default_rng(0).normal(size=(16, 6)).astype(np.float32)
   places = {'split': NamedSharding(mesh, P('data')), 'everywhere': NamedSharding(mesh, P())}
   return {'numpy': x, 'loose': jnp.asarray(x), 'bfloat16': jnp.asarray(x, jnp.bfloat16), 'flags': jnp.asarray(x > 0),

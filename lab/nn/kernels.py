@@ -50,6 +50,11 @@ def exp2(interpret: bool) -> Callable:
   return power
 
 
+def dot(a, b, axis: int = 1, other: int = 0) -> jax.Array:
+  """The product over an axis of a and the other of b, in float32."""
+  return jax.lax.dot_general(a, b, (((axis,), (other,)), ((), ())), preferred_element_type=jnp.float32)
+
+
 def _split():
   """The axes of the mesh that has been set, and their sizes, where these are more than 1."""
   return {axis: size for axis, size in jax.sharding.get_abstract_mesh().shape.items() if size > 1}

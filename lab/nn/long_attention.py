@@ -18,11 +18,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from lab.nn import target
-from lab.nn.kernels import LOG2_E, exp2
+from lab.nn.kernels import LOG2_E, dot, exp2
 
 WIDTH = 32                   # features of a head: with more, products take longer than exponentials
 LEAST = 1024                 # tokens of a row: as many were timed
-BLOCK = 128                  # queries or keys of a program, and what numbers of tokens are multiples of
+BLOCK = 128                  # tokens of the largest blocks, of which a row is a multiple
 MUCH = 2.0**50               # sums of exponentials up to here are as exact as small ones, and so are values times these
 NONE = -1e30                 # below all scores, and finite
 
@@ -39,7 +39,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, interpret: bool = False)
 
   Returns that, bf16[N, S, H, D], and for `gradient` f32[N H S], logarithms to base 2 of 1 / sums of exponentials.
   """
-  return tuple(_call(_forward, q.shape, (q, k, v), [q, jnp.float32], 'forward', queries=128, keys=32,
+  return tuple(_call(_forward, q.shape, (q, k, v), [q, jnp.float32], 'forward', queries=BLOCK, keys=32,
                      interpret=interpret))
 
 
@@ -49,7 +49,8 @@ def gradient(q: jax.Array, k: jax.Array, v: jax.Array, y: jax.Array, slope: jax.
   call = functools.partial(_call, shape=q.shape, interpret=interpret)
   to_q, means = call(_to_queries, args=(q, k, v, y, slope, logs), results=[q, jnp.float32], name='to_queries',
                      queries=64, keys=64)
-  to_k, to_v = call(_to_keys, args=(q, k, v, slope, logs, means), results=[q, q], name='to_keys', queries=64, keys=128)
+  to_k, to_v = call(_to_keys, args=(q, k, v, slope, logs, means), results=[q, q], name='to_keys',
+                    queries=64, keys=BLOCK)
   return to_q, to_k, to_v
 
 
@@ -87,10 +88,10 @@ class _Rows:
 def _forward(q_of, k_of, v_of, out, logs_of, *, steps, queries, keys, exp2):
   rows = _Rows(q_of, steps, queries)
   q, factor, blocks = q_of[rows.own], LOG2_E * rows.width**-0.5, steps // keys
-  scores = lambda i: _dot(q, k_of[rows.block(i, keys)], 1, 1)
+  scores = lambda i: dot(q, k_of[rows.block(i, keys)], 1, 1)
 
   def add(i, total, y, p):
-    return total + jnp.sum(p, 1), y + _dot(p.astype(q.dtype), v_of[rows.block(i, keys)])
+    return total + jnp.sum(p, 1), y + dot(p.astype(q.dtype), v_of[rows.block(i, keys)])
 
   def fixed(i, held):
     most, total, y = held
@@ -122,9 +123,9 @@ def _to_queries(q_of, k_of, v_of, y_of, slope_of, logs_of, to_q, means_of, *, st
 
   def further(i, total):
     k, v = k_of[rows.block(i, keys)], v_of[rows.block(i, keys)]
-    p = exp2(_dot(q, k, 1, 1), scale * LOG2_E, logs[:, None])
-    steep = p * (_dot(slope, v, 1, 1) - means[:, None])
-    return total + _dot(steep.astype(q.dtype), k)
+    p = exp2(dot(q, k, 1, 1), scale * LOG2_E, logs[:, None])
+    steep = p * (dot(slope, v, 1, 1) - means[:, None])
+    return total + dot(steep.astype(q.dtype), k)
 
   total = jax.lax.fori_loop(0, steps // keys, further, jnp.zeros((queries, rows.width), jnp.float32))
   to_q[rows.own] = (total * scale).astype(to_q.dtype)
@@ -139,17 +140,12 @@ def _to_keys(q_of, k_of, v_of, slope_of, logs_of, means_of, to_k, to_v, *, steps
     q, slope = q_of[rows.block(i, queries)], slope_of[rows.block(i, queries)]
     logs, means = logs_of[rows.numbers(i, queries)], means_of[rows.numbers(i, queries)]
     # [keys, queries]; both products before anything else, which is a tenth faster
-    s, of_p = _dot(k, q, 1, 1), _dot(v, slope, 1, 1)
+    s, of_p = dot(k, q, 1, 1), dot(v, slope, 1, 1)
     p = exp2(s, scale * LOG2_E, logs[None])
     steep = p * (of_p - means[None])
-    return of_k + _dot(steep.astype(q.dtype), q), of_v + _dot(p.astype(q.dtype), slope)
+    return of_k + dot(steep.astype(q.dtype), q), of_v + dot(p.astype(q.dtype), slope)
 
   nothing = jnp.zeros((keys, rows.width), jnp.float32)
   of_k, of_v = jax.lax.fori_loop(0, steps // queries, further, (nothing, nothing))
   to_k[rows.own] = (of_k * scale).astype(to_k.dtype)
   to_v[rows.own] = of_v.astype(to_v.dtype)
-
-
-def _dot(a, b, axis=1, other=0):
-  """The product over an axis of a and the other of b, in float32."""
-  return jax.lax.dot_general(a, b, (((axis,), (other,)), ((), ())), preferred_element_type=jnp.float32)

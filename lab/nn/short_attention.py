@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from lab.nn import target
-from lab.nn.kernels import LOG2_E
+from lab.nn.kernels import LOG2_E, dot
 
 MOST = 128                   # tokens of a row
 TILE = 64                    # at least
@@ -61,7 +61,7 @@ def _forward(q_of, k_of, v_of, *refs, masked, **options):
   out = refs[-1]
   read, write, chances, _ = _loaded(q_of, k_of, refs[0] if masked else None, **options)
   p, total = chances
-  y = _dot(p.astype(v_of.dtype), read(v_of)) / total
+  y = dot(p.astype(v_of.dtype), read(v_of)) / total
   write(out, y)
 
 
@@ -70,11 +70,11 @@ def _backward(q_of, k_of, v_of, slope_of, *refs, masked, **options):
   read, write, (p, total), (q, k) = _loaded(q_of, k_of, refs[0] if masked else None, **options)
   slope, dtype = read(slope_of), q.dtype
   p = p / total
-  write(to_v, _dot(p.astype(dtype), slope, 0, 0))
-  steep = _dot(slope, read(v_of), 1, 1)
+  write(to_v, dot(p.astype(dtype), slope, 0, 0))
+  steep = dot(slope, read(v_of), 1, 1)
   steep = (p * (steep - jnp.sum(p * steep, 1, keepdims=True)) * q.shape[-1] ** -0.5).astype(dtype)
-  write(to_q, _dot(steep, k))
-  write(to_k, _dot(steep, q, 0, 0))
+  write(to_q, dot(steep, k))
+  write(to_k, dot(steep, q, 0, 0))
 
 
 def _loaded(q_of, k_of, keys_of, *, causal, steps, held, tile, tokens):
@@ -99,11 +99,6 @@ def _loaded(q_of, k_of, keys_of, *, causal, steps, held, tile, tokens):
     seen = seen & ((at // steps)[:, None] == (at // steps)[None])
   if causal:
     seen = seen & (at[None] <= at[:, None])
-  scores = jnp.where(seen, _dot(q, k, 1, 1) * (LOG2_E * width ** -0.5), HIDDEN)
+  scores = jnp.where(seen, dot(q, k, 1, 1) * (LOG2_E * width ** -0.5), HIDDEN)
   p = jnp.exp2(scores - jnp.max(scores, 1, keepdims=True))
   return read, write, (p, jnp.sum(p, 1, keepdims=True)), (q, k)
-
-
-def _dot(a, b, axis=1, other=0):
-  """The product over an axis of a and the other of b, in float32."""
-  return jax.lax.dot_general(a, b, (((axis,), (other,)), ((), ())), preferred_element_type=jnp.float32)

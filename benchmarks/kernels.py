@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from absl import flags
 
 from lab import topology
-from lab.nn import activations, attention, kernels, long_attention, losses, norms, short_attention
+from lab.nn import activations, attention, few_attention, kernels, long_attention, losses, norms, short_attention
 from lab.systems.video import lstm
 
 FLAGS = flags.FlagValues()
@@ -28,10 +28,11 @@ HIDDEN = (32_768, 3_072)                                                      # 
 CELLS = (2, 512, 2048)                                                        # heads, rows, units: a step of an LSTM
 HEADS = ((256, 128, 12, 64), (6_144, 16, 8, 16), (1_536, 24, 8, 32))          # rows, tokens, heads, features
 LONG = (64, 1_024, 8, 32)                                                     # the same
+FEW = ((64, 16, 1_024, 8, 32), (64, 1_024, 16, 8, 32))                        # rows, queries, keys, heads, features
 
 
 def main(argv: list[str], logits=LOGITS, shapes=NORMS, hidden=HIDDEN, heads=HEADS, long=LONG,
-         cells=CELLS, interpret: bool = False) -> int:
+         few=FEW, cells=CELLS, interpret: bool = False) -> int:
   """Prints the table and returns the exit code; interpret: for tests, without a GPU."""
   FLAGS(argv)
   kind, gpu = jax.devices()[0].device_kind, jax.devices()[0].platform == 'gpu'
@@ -42,7 +43,8 @@ def main(argv: list[str], logits=LOGITS, shapes=NORMS, hidden=HIDDEN, heads=HEAD
   print(f'{kind}, jax {jax.__version__}\n{"":<40} {"plain":>8} {"kernel":>8} {"least":>8} difference')
   for name, plain, kernel, args in (*of_labels(*logits), *(row for shape in shapes for row in of_norms(*shape)),
                                     of_activation(*hidden), *(row for shape in heads for row in of_attention(*shape)),
-                                    *of_long_attention(*long), of_lstm(*cells)):
+                                    *of_long_attention(*long), *(row for shape in few for row in of_few(*shape)),
+                                    of_lstm(*cells)):
     slow, wanted = timed(plain, args)
     fast, got = timed(functools.partial(kernel, interpret=interpret), args)
     moved = sum(a.nbytes for a in jax.tree.leaves((args, wanted)))
@@ -101,14 +103,32 @@ def of_attention(rows: int, tokens: int, heads: int, features: int):
 
 
 def of_long_attention(rows: int, tokens: int, heads: int, features: int):
-  """The same of many tokens; what its gradient wants of the result is by einsums, too."""
+  """The same of many tokens, of what turns queries and keys first; what gradients want of a result is by einsums."""
   name, plain, back, q, k, v, slope = _attention(rows, tokens, heads, features)
+  qkv, angles = jnp.stack([q, k, v], 3), attention.angles(jnp.arange(tokens)[None], features)
+  apart = lambda qkv: [qkv[..., i, :] for i in range(3)]
   y = jax.jit(plain)(q, k, v)
   scores = jnp.einsum('bshd,bthd->bhst', q, k, preferred_element_type=jnp.float32) * features**-0.5
   logs = -kernels.LOG2_E * jax.nn.logsumexp(scores, -1).reshape(-1)
-  yield name, lambda *x: (plain(*x),), lambda *x, **more: long_attention.attend(*x, **more)[:1], (q, k, v)
-  yield (f'gradient of {name}', lambda q, k, v, y, slope, logs: back(q, k, v, slope), long_attention.gradient,
-         (q, k, v, y, slope, logs))
+  yield (f'rotary positions of {name.removeprefix("attention ")}', attention.plainly_turned, long_attention.turn,
+         (qkv, *angles))
+  yield name, lambda qkv: (plain(*apart(qkv)),), lambda *x, **more: long_attention.attend(*x, **more)[:1], (qkv,)
+  yield (f'gradient of {name}', lambda qkv, y, slope, logs: (jnp.stack(back(*apart(qkv), slope), 3),),
+         long_attention.gradient, (qkv, y, slope, logs))
+
+
+def of_few(rows: int, queries: int, keys: int, heads: int, features: int):
+  """The same of few queries and many keys, or the other way round."""
+  q, slope = (jax.random.normal(jax.random.key(i), (rows, queries, heads, features)).astype(jnp.bfloat16)
+              for i in (0, 1))
+  kv = jax.random.normal(jax.random.key(2), (rows, keys, heads, 2, features)).astype(jnp.bfloat16)
+  plain = lambda q, kv: attention.attend(q, kv[..., 0, :], kv[..., 1, :], implementation='plain')
+  y, scores = jax.jit(plain)(q, kv), jnp.einsum('bshd,bthd->bhst', q, kv[..., 0, :], preferred_element_type=jnp.float32)
+  logs = -kernels.LOG2_E * jax.nn.logsumexp(scores * features**-0.5, -1).reshape(-1)
+  name = f'attention {rows} x {queries} to {keys} x {heads} x {features}'
+  yield name, lambda *x: (plain(*x),), lambda *x, **more: few_attention.attend(*x, **more)[:1], (q, kv)
+  yield (f'gradient of {name}', lambda q, kv, y, slope, logs: jax.vjp(plain, q, kv)[1](slope), few_attention.gradient,
+         (q, kv, y, slope, logs))
 
 
 def _attention(rows, tokens, heads, features):

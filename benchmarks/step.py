@@ -136,11 +136,11 @@ def model_flops(config, batches, like) -> float:
   """FLOPs of an update by the module's count."""
   import jax
   from lab import flops
-  from lab.nn import attention
+  from lab.nn.kernels import counted
   from lab.task import load
   batch = {k: jax.ShapeDtypeStruct(s.shape, s.dtype) for k, s in batches.spec(config.input.batch_size).items()}
   key = jax.eval_shape(lambda: jax.random.key(0, impl=config.prng))
-  with attention.counted():
+  with counted():
     work = flops.training(load(config).loss, like.params, like.stats, batch, key, like.step)
   if config.get('model', {}).get('causal'):
     m, length = config.model, config.data.length

@@ -19,7 +19,7 @@ from lab.checksums import digest
 from lab.config import choice, core, flatten
 from lab.graft import continued, fill, graft
 from lab.ledger import Ledger
-from lab.nn import attention
+from lab.nn import kernels
 from lab.programs import Program
 from lab.task import ConfigError, Task, TrainState
 
@@ -196,7 +196,7 @@ def _flops(task, config, batches, like) -> float:
     return 0.0
   batch = {k: jax.ShapeDtypeStruct(s.shape, s.dtype) for k, s in batches.spec(config.input.batch_size).items()}
   key = jax.eval_shape(lambda: jax.random.key(0, impl=config.prng))
-  with attention.counted():
+  with kernels.counted():
     return flops.training(task.loss, like.params, like.stats, batch, key, like.step) / (peak * jax.device_count())
 
 

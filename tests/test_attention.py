@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lab.nn import attention, target
+from lab.nn import attention, kernels, target
 from lab.nn.attention import attend
 
 B, S, H, D = 3, 6, 2, 8
@@ -63,7 +63,7 @@ def test_what_is_counted_is_einsums_where_a_kernel_would_run(monkeypatch, implem
     run = lambda *x: attend(*x, implementation=implementation)      # a new one, for JAX remembers what it traced
     return str(jax.make_jaxpr(run)(*draw())).count('dot_general')
   assert trace() == 0
-  with attention.counted():
+  with kernels.counted():
     assert trace() == 2
   assert trace() == 0
 

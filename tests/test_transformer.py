@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lab.nn import transformer
+from lab.nn import kernels, transformer
 from lab.nn.transformer import Shape, Transformer
 
 B, S, D = 2, 7, 16
@@ -279,6 +279,24 @@ def test_a_bias_of_all_keys_has_no_gradient_where_it_can_have_none(monkeypatch, 
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * max(abs(b).max(), 1)), got, gradient())
   of_keys = got['blocks']['attention']['qkv']['bias'].reshape(shape.layers, shape.heads, 3, -1)[:, :, 1]
   assert (of_keys == 0).all() == (change not in ({'rope': True}, {'qk_norm': True}))
+
+
+def test_queries_keys_and_values_of_one_product_give_what_those_of_three_do(monkeypatch):
+  shape = SHAPES['swiglu']._replace(rope=True)
+  call = lambda: jax.jit(jax.value_and_grad(lambda params: jnp.sum(
+      Transformer(shape).apply({'params': params}, draw()) * draw(5))))(start(shape))
+  apart, taken = call(), []
+  monkeypatch.setattr(kernels, 'choose', lambda plain, kernel, rows, shared=(), sums=0: plain(*rows, *shared))
+  monkeypatch.setattr(transformer.attention, 'takes_together', lambda qkv: taken.append(qkv.shape) or True)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * abs(a).max()), apart, call())
+  assert set(taken) == {(B, S, 4, 3, D // 4)}
+  taken.clear()
+  for change, options in (({}, {'causal': True}), ({}, {'lengths': jnp.array([S, 2])}), ({'attention': 'plain'}, {}),
+                          ({'rope': False}, {}), ({'qk_norm': True}, {}), ({'attention_dropout': .1}, {'train': True})):
+    with_key = {'rngs': {'dropout': dropout_key(0)}} if options.get('train') else {}
+    jax.eval_shape(lambda x, c=shape._replace(**change), o=options, k=with_key: Transformer(c).init_with_output(
+        {'params': jax.random.key(0), **k.get('rngs', {})}, x, **o), draw())
+  assert not taken
 
 
 @pytest.mark.parametrize('dropout', [0.0, .2])

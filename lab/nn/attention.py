@@ -4,18 +4,16 @@ Several documents share a row: `segments` i32[B, S] names each token's document,
 document alone, and padding sees and is seen by nobody.
 """
 
-import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lab.nn import kernels, long_attention, short_attention, target
+from lab.nn import few_attention, kernels, long_attention, short_attention, target
 from lab.nn.products import contract
 
 IMPLEMENTATIONS = ('auto', 'plain', 'flash')
-_counting = False
 MAX_HEAD = 128   # of cuDNN's kernels on every GPU that has them
 
 
@@ -31,8 +29,8 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False, se
   gradients of exactly 0. dropout is the share of weights set to 0, drawn from key.
 
   implementation: 'plain', einsums; 'flash', a kernel on an NVIDIA GPU (ValueError where none applies: see `_obstacle`),
-  the lab's own for few tokens (short_attention.fits), and for many where all see all (long_attention.fits), else
-  cuDNN's; 'auto', flash where it applies. Reverse-mode derivatives only.
+  the lab's own for few tokens (short_attention.fits), else cuDNN's; 'auto', flash where it applies. Reverse-mode
+  derivatives only.
   """
   if implementation not in IMPLEMENTATIONS:
     raise ValueError(f'implementation = {implementation!r}: expected one of {IMPLEMENTATIONS}')
@@ -46,13 +44,10 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False, se
     lengths = jnp.maximum(lengths, 1)      # to see nothing is what kernels are bad at
   if segments is not None and key_segments is None:
     key_segments = segments
-  if implementation != 'plain' and not _counting:
+  if implementation != 'plain' and not kernels.counting():
     obstacle = _obstacle(q, k, segments, mask, dropout)
     if not obstacle and segments is None and short_attention.fits(q, k) and kernels.takes(len(q)):
       return _short(q, k, v, lengths, causal)
-    all_see_all = segments is None and lengths is None and not causal
-    if not obstacle and all_see_all and long_attention.fits(q, k) and kernels.takes(len(q)):
-      return _long(q, k, v)
     if not obstacle:
       return _flash(q, k, v, causal, segments, key_segments, lengths)
     if implementation == 'flash':
@@ -60,15 +55,24 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False, se
   return _plain(q, k, v, _visible(q, k, causal, segments, key_segments, mask, lengths), dropout, key)
 
 
-@contextlib.contextmanager
-def counted():
-  """Within, attention is einsums, so that a traced program shows what it multiplies; a kernel tells nobody."""
-  global _counting
-  before, _counting = _counting, True
-  try:
-    yield
-  finally:
-    _counting = before
+def takes_together(qkv: jax.Array) -> bool:
+  """Whether `together` takes queries, keys and values [B, S, H, 3, Dh]."""
+  return long_attention.fits(qkv) and kernels.takes(len(qkv))
+
+
+def plainly_turned(qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array]:
+  """qkv [B, S, H, 3, Dh] with queries and keys `turned`: what long_attention.turn gives."""
+  return jnp.stack([*(turned(qkv[..., i, :], cos, sin) for i in (0, 1)), qkv[..., 2, :]], 3),
+
+
+@jax.custom_vjp
+def together(qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+  """`attend` where all see all, of queries and keys `turned` by angles that get no gradient, and of values.
+
+  A kernel of the lab's on an NVIDIA GPU, and its gradient two, which read and write qkv [B, S, H, 3, Dh] as it is: only
+  where `takes_together`. Reverse-mode derivatives only.
+  """
+  return _together_forward(qkv, cos, sin)[0]
 
 
 def positions(segments: jax.Array) -> jax.Array:
@@ -192,27 +196,60 @@ def _short_backward(causal, held, slope):
 _short.defvjp(_short_forward, _short_backward)
 
 
+def _together_forward(qkv, cos, sin):
+  def plain(qkv):
+    return _plain(*(qkv[..., i, :] for i in range(3)), None, 0, None), jnp.zeros((qkv.size // qkv.shape[-1] // 3,))
+  qkv = _turned_together(qkv, cos, sin)
+  y, logs = kernels.choose(plain, long_attention.attend, (qkv,))
+  return y, (qkv, y, logs, cos, sin)
+
+
+def _together_backward(held, slope):
+  def plain(qkv, y, slope, logs):
+    return jax.vjp(lambda qkv: _plain(*(qkv[..., i, :] for i in range(3)), None, 0, None), qkv)[1](slope)
+  qkv, y, logs, cos, sin = held
+  to_qkv, = kernels.choose(plain, long_attention.gradient, (qkv, y, slope, logs))
+  return _turned_together(to_qkv, cos, -sin), None, None
+
+
+def _turned_together(qkv, cos, sin):
+  # angles of their own for each row are shared among devices as rows are
+  own = len(cos) == len(qkv)
+  rows, shared = ((qkv, cos, sin), ()) if own else ((qkv,), (cos, sin))
+  return kernels.choose(plainly_turned, long_attention.turn, rows, shared)[0]
+
+
+together.defvjp(_together_forward, _together_backward)
+
+
+def takes_across(q: jax.Array, kv: jax.Array) -> bool:
+  """Whether `across` takes queries [B, S, H, Dh], keys and values [B, T, H, 2, Dh]."""
+  return few_attention.fits(q, kv) and kernels.takes(len(q))
+
+
 @jax.custom_vjp
-def _long(q, k, v):
-  """A kernel of the lab's, and its gradient two."""
-  return _long_forward(q, k, v)[0]
+def across(q: jax.Array, kv: jax.Array) -> jax.Array:
+  """`attend` of few to many or many to few where all see all: a kernel of the lab's, and its gradient another.
+
+  Only where `takes_across`. Reverse-mode derivatives only.
+  """
+  return _across_forward(q, kv)[0]
 
 
-def _long_forward(q, k, v):
-  def whole(q, k, v):
-    return _flash(q, k, v, False, None, None, None), jnp.zeros((q.size // q.shape[-1],), jnp.float32)
-  y, logs = kernels.choose(whole, long_attention.attend, (q, k, v))
-  return y, (q, k, v, y, logs)
+def _across_forward(q, kv):
+  def plain(q, kv):
+    return _plain(q, kv[..., 0, :], kv[..., 1, :], None, 0, None), jnp.zeros((q.size // q.shape[-1],))
+  y, logs = kernels.choose(plain, few_attention.attend, (q, kv))
+  return y, (q, kv, y, logs)
 
 
-def _long_backward(held, slope):
-  def whole(q, k, v, y, slope, logs):
-    return jax.vjp(lambda *x: _flash(*x, False, None, None, None), q, k, v)[1](slope)
-  q, k, v, y, logs = held
-  return kernels.choose(whole, long_attention.gradient, (q, k, v, y, slope, logs))
+def _across_backward(held, slope):
+  def plain(q, kv, y, slope, logs):
+    return jax.vjp(lambda q, kv: _plain(q, kv[..., 0, :], kv[..., 1, :], None, 0, None), q, kv)[1](slope)
+  return kernels.choose(plain, few_attention.gradient, (*held[:3], slope, held[3]))
 
 
-_long.defvjp(_long_forward, _long_backward)
+across.defvjp(_across_forward, _across_backward)
 
 
 def _obstacle(q, k, segments, mask, dropout) -> str:

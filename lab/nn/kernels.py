@@ -6,6 +6,7 @@ way is taken, which XLA can split. JAX says that a version to come will be witho
 lab takes, up to 0.12, have it.
 """
 
+import contextlib
 import functools
 import math
 import struct
@@ -27,10 +28,29 @@ ABEAM = 512                  # columns of a tile of GELU's gradient, which is ad
 GELU_SLOPE, GELU_CUBE = math.sqrt(2 / math.pi), 0.044715
 
 
+_counting = False
+
+
+@contextlib.contextmanager
+def counted():
+  """Within, there are no kernels but plain JAX, so that a traced program shows what it multiplies."""
+  global _counting
+  before, _counting = _counting, True
+  try:
+    yield
+  finally:
+    _counting = before
+
+
+def counting() -> bool:
+  """Whether this is within `counted`."""
+  return _counting
+
+
 def takes(rows: int) -> bool:
   """Whether devices can work on rows of their own: nothing else is split by the mesh, and they share evenly."""
   split = _split()
-  return not set(split) - set(AXES) and rows % math.prod(split.values()) == 0
+  return not _counting and not set(split) - set(AXES) and rows % math.prod(split.values()) == 0
 
 
 def exp2(interpret: bool) -> Callable:

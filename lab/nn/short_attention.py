@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from lab.nn import target
+from lab.nn import kernels, target
 from lab.nn.kernels import LOG2_E, dot
 
 MOST = 128                   # tokens of a row
@@ -49,10 +49,10 @@ def _call(kernel, causal, interpret, results, q, k, v, lengths, *slope):
   keys = [] if lengths is None else [flat((jnp.arange(steps)[None] < lengths[:, None]).astype(jnp.int32))]
   made = pl.pallas_call(
       functools.partial(kernel, causal=causal, steps=steps, held=rows * steps, tile=tile, tokens=number * steps,
-                        masked=lengths is not None),
+                        masked=lengths is not None, exp2=kernels.exp2(interpret)),
       [jax.ShapeDtypeStruct((number * steps, heads, width), q.dtype)] * results,
       grid=(heads * pl.cdiv(number, rows),), interpret=interpret,
-      compiler_params=triton.CompilerParams(num_warps=8 if tile > TILE else 2, num_stages=1),
+      compiler_params=triton.CompilerParams(num_warps=4 if tile > TILE else 1, num_stages=1),
       name='short_attention' + kernel.__name__)(*map(flat, (q, k, v, *slope)), *keys)
   return [m.reshape(q.shape) for m in made]
 
@@ -61,7 +61,7 @@ def _forward(q_of, k_of, v_of, *refs, masked, **options):
   out = refs[-1]
   read, write, chances, _ = _loaded(q_of, k_of, refs[0] if masked else None, **options)
   p, total = chances
-  y = dot(p.astype(v_of.dtype), read(v_of)) / total
+  y = dot(p.astype(v_of.dtype), read(v_of)) * (1 / total)
   write(out, y)
 
 
@@ -69,7 +69,7 @@ def _backward(q_of, k_of, v_of, slope_of, *refs, masked, **options):
   to_q, to_k, to_v = refs[-3:]
   read, write, (p, total), (q, k) = _loaded(q_of, k_of, refs[0] if masked else None, **options)
   slope, dtype = read(slope_of), q.dtype
-  p = p / total
+  p = p * (1 / total)
   write(to_v, dot(p.astype(dtype), slope, 0, 0))
   steep = dot(slope, read(v_of), 1, 1)
   steep = (p * (steep - jnp.sum(p * steep, 1, keepdims=True)) * q.shape[-1] ** -0.5).astype(dtype)
@@ -77,7 +77,7 @@ def _backward(q_of, k_of, v_of, slope_of, *refs, masked, **options):
   write(to_k, dot(steep, q, 0, 0))
 
 
-def _loaded(q_of, k_of, keys_of, *, causal, steps, held, tile, tokens):
+def _loaded(q_of, k_of, keys_of, *, causal, steps, held, tile, tokens, exp2):
   """What reads and writes a tile of a head, its exponentials and their sums, and queries and keys."""
   heads, width = q_of.shape[1:]
   # one number of both, for a second axis of a grid ends at 65,535
@@ -99,6 +99,6 @@ def _loaded(q_of, k_of, keys_of, *, causal, steps, held, tile, tokens):
     seen = seen & ((at // steps)[:, None] == (at // steps)[None])
   if causal:
     seen = seen & (at[None] <= at[:, None])
-  scores = jnp.where(seen, dot(q, k, 1, 1) * (LOG2_E * width ** -0.5), HIDDEN)
-  p = jnp.exp2(scores - jnp.max(scores, 1, keepdims=True))
+  scores = jnp.where(seen, dot(q, k, 1, 1), HIDDEN)
+  p = exp2(scores - jnp.max(scores, 1, keepdims=True), LOG2_E * width ** -0.5, 0.0)
   return read, write, (p, jnp.sum(p, 1, keepdims=True)), (q, k)

@@ -185,6 +185,24 @@ class Attention(nn.Module):
     batch, steps, width = x.shape
     x = x.astype(c.dtype)
     kernel, bias = Weights(c, 3 * width, name='qkv')(width)
+    form = jax.ShapeDtypeStruct((batch, steps, c.heads, 3, width // c.heads), c.dtype)
+    if cached is None and self._all_see_all(where) and attention.takes_together(form):
+      y = attention.together(_product(x, kernel).reshape(form.shape), *where.angles)
+    else:
+      y, cached = self._apart(x, kernel, bias, cached, where)
+    kernel, bias = Weights(c, width, joins=True, name='out')(width)
+    return _product(y.reshape(batch, steps, width), kernel), bias, cached
+
+  def _all_see_all(self, where):
+    """Whether nothing but rotary positions is asked for."""
+    c = self.shape
+    more = c.bias or c.qk_norm or self.causal or (self.train and c.attention_dropout) or c.attention == 'plain'
+    return c.rope and not more and where.segments is None and where.lengths is None
+
+  def _apart(self, x, kernel, bias, cached, where):
+    """Attention by q, k and v from a product each, and the cache with these in it."""
+    c = self.shape
+    batch, steps, width = x.shape
     biases = _parts(bias, c.heads, 3) if c.bias else [None] * 3
     if c.bias and not c.rope and not c.qk_norm:
       # what is added to all keys is added to all scores of a query, which their softmax does not see: no gradient
@@ -200,13 +218,12 @@ class Attention(nn.Module):
     rate = c.attention_dropout if self.train else 0.0
     see = functools.partial(attention.attend, dropout=rate, key=self.make_rng('dropout') if rate else None)
     if cached is None:
-      y = see(q, k, v, causal=self.causal, segments=where.segments, lengths=where.lengths, implementation=c.attention)
-    else:
-      cached = {'key': _write(cached['key'], k, where.places), 'value': _write(cached['value'], v, where.places)}
-      # flash takes no mask
-      y = see(q, *(cached[name].astype(q.dtype) for name in ('key', 'value')), mask=where.mask, implementation='plain')
-    kernel, bias = Weights(c, width, joins=True, name='out')(width)
-    return _product(y.reshape(batch, steps, width), kernel), bias, cached
+      return see(q, k, v, causal=self.causal, segments=where.segments, lengths=where.lengths,
+                 implementation=c.attention), None
+    cached = {'key': _write(cached['key'], k, where.places), 'value': _write(cached['value'], v, where.places)}
+    # flash takes no mask
+    return see(q, *(cached[name].astype(q.dtype) for name in ('key', 'value')), mask=where.mask,
+               implementation='plain'), cached
 
 
 class MLP(nn.Module):

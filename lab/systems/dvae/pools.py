@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from lab.nn import attention
+from lab.nn.norms import AddNorm
 from lab.nn.products import lookup
 from lab.nn.transformer import MLP, Shape, Transformer
 from lab.systems.dvae import canvas
@@ -65,19 +66,23 @@ class Perceiver(nn.Module):
   def __call__(self, context, train: bool = False):
     c = self.shape
     queries = self.param('queries', nn.initializers.normal(c.deviation), (self.behind, c.width), jnp.float32)
-    x = jnp.broadcast_to(queries[None], (len(context), *queries.shape))
-    context = _norm(c, 'context_norm')(context)
+    x = queries[None]            # of all grids, until what they see is added
+    context, y = _norm(c, 'context_norm')(context), _norm(c, 'norm0a')(x)
+    added = lambda name, x, y: AddNorm(c.eps, rms=True, use_bias=False, post=False, name=name)(x, y)
     drop = nn.Dropout(c.dropout, deterministic=not train)
     for i in range(self.layers):
-      x = x + drop(Cross(c, name=f'cross{i}')(_norm(c, f'norm{i}a')(x), context)).astype(jnp.float32)
-      y, bias = MLP(c, name=f'mlp{i}')(_norm(c, f'norm{i}b')(x))
+      if i:
+        x, y = added(f'norm{i}a', x, y)
+      y = drop(Cross(c, name=f'cross{i}')(y, context))
+      x, y = added(f'norm{i}b', jnp.broadcast_to(x, y.shape), y)
+      y, bias = MLP(c, name=f'mlp{i}')(y)
       assert bias is None
-      x = x + drop(y).astype(jnp.float32)
-    return _norm(c, 'norm')(x)
+      y = drop(y)
+    return added('norm', x, y)[1]
 
 
 class Cross(nn.Module):
-  """Attention of x [B, m, D] to a context [B, n, D], H heads: [B, m, D]."""
+  """Attention of x [B or 1, m, D] to a context [B, n, D], H heads: [B, m, D]."""
   shape: Shape
 
   @nn.compact
@@ -85,9 +90,13 @@ class Cross(nn.Module):
     c = self.shape
     heads = lambda y, n: y.reshape(*y.shape[:2], c.heads, n, c.width // c.heads)
     q = heads(_dense(c, c.width, 'query')(x), 1)[:, :, :, 0]
+    q = jnp.broadcast_to(q, (len(context), *q.shape[1:]))
     kv = heads(_dense(c, 2 * c.width, 'key_value')(context), 2)
-    y = attention.attend(q, kv[:, :, :, 0], kv[:, :, :, 1], implementation=c.attention)
-    return _dense(c, c.width, 'out')(y.reshape(x.shape))
+    if c.attention != 'plain' and attention.takes_across(q, kv):
+      y = attention.across(q, kv)
+    else:
+      y = attention.attend(q, kv[:, :, :, 0], kv[:, :, :, 1], implementation=c.attention)
+    return _dense(c, c.width, 'out')(y.reshape(*y.shape[:2], c.width))
 
 
 class Chain(nn.Module):
@@ -108,7 +117,7 @@ class Chain(nn.Module):
     for i in range(64):
       number = min(number * 2, self.behind) if self.behind > self.before else max(-(-number // 2), self.behind)
       queries = self.param(f'queries{i}', nn.initializers.normal(c.deviation), (number, c.width), jnp.float32)
-      x = Cross(one, name=f'stage{i}')(jnp.broadcast_to(queries[None], (len(x), *queries.shape)), x)
+      x = Cross(one, name=f'stage{i}')(queries[None], x)
       if number == self.behind:
         return x.astype(jnp.float32)
 

@@ -27,7 +27,7 @@ WIDTH = 32                   # features of a head: with more, products take long
 LEAST = 1024                 # tokens of a row: as many were timed
 BLOCK = 128                  # tokens of the largest blocks, of which a row is a multiple
 MUCH = 2.0**50               # sums of exponentials up to here are as exact as small ones, and so are values times these
-TOKENS = 32                  # that are turned by one program
+TOKENS = 16                  # that are turned by one program
 NONE = -1e30                 # below all scores, and finite
 QUERY, KEY, VALUE = range(3)
 
@@ -115,11 +115,13 @@ def _turn(_, cos_of, sin_of, out, *, abreast):
   rows, heads = pl.ds(pl.program_id(0) * TOKENS, TOKENS), pl.ds(pl.program_id(1) * abreast, abreast)
   # angles of one row of tokens serve for all
   which = pl.ds(pl.program_id(0) * TOKENS % cos_of.shape[0], TOKENS), slice(None), slice(None)
-  cos, sin = cos_of[which][:, None], sin_of[which][:, None]
-  for part in (QUERY, KEY):
-    one, other = ((rows, heads, part, slice(None), side, slice(None)) for side in (0, 1))
-    a, b = out[one].astype(jnp.float32), out[other].astype(jnp.float32)
-    out[one], out[other] = (a * cos - b * sin).astype(out.dtype), (b * cos + a * sin).astype(out.dtype)
+  cos, sin = (angle[which][:, None, :, None] for angle in (cos_of, sin_of))
+  parts = [(rows, heads, part, slice(None), slice(None), slice(None)) for part in (QUERY, KEY)]
+  first = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, 2, 1), 3) == 0
+  side = lambda x, which: jnp.sum(jnp.where(which, x, 0.0), 3, keepdims=True)
+  # whole heads are read and written, all before any: memory takes 32 bytes at a time
+  for part, x in [(part, out[part].astype(jnp.float32)) for part in parts]:
+    out[part] = (x * cos + jnp.where(first, -side(x, ~first), side(x, first)) * sin).astype(out.dtype)
 
 
 def _forward(qkv_of, out, logs_of, *, steps, queries, keys, exp2):

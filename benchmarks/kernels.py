@@ -103,15 +103,13 @@ def of_attention(rows: int, tokens: int, heads: int, features: int):
 
 
 def of_long_attention(rows: int, tokens: int, heads: int, features: int):
-  """The same of many tokens, of what turns queries and keys first; what gradients want of a result is by einsums."""
+  """The same of many tokens, in one array; what its gradient wants of the result is by einsums, too."""
   name, plain, back, q, k, v, slope = _attention(rows, tokens, heads, features)
-  qkv, angles = jnp.stack([q, k, v], 3), attention.angles(jnp.arange(tokens)[None], features)
+  qkv = jnp.stack([q, k, v], 3)
   apart = lambda qkv: [qkv[..., i, :] for i in range(3)]
   y = jax.jit(plain)(q, k, v)
   scores = jnp.einsum('bshd,bthd->bhst', q, k, preferred_element_type=jnp.float32) * features**-0.5
   logs = -kernels.LOG2_E * jax.nn.logsumexp(scores, -1).reshape(-1)
-  yield (f'rotary positions of {name.removeprefix("attention ")}', attention.plainly_turned, long_attention.turn,
-         (qkv, *angles))
   yield name, lambda qkv: (plain(*apart(qkv)),), lambda *x, **more: long_attention.attend(*x, **more)[:1], (qkv,)
   yield (f'gradient of {name}', lambda qkv, y, slope, logs: (jnp.stack(back(*apart(qkv), slope), 3),),
          long_attention.gradient, (qkv, y, slope, logs))

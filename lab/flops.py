@@ -58,7 +58,8 @@ def forward(function: Callable, *abstract_args: Any) -> float:
   Attention counts in full, whatever a mask hides of it, and so does a convolution's padding. Kernels written by hand
   (Pallas) count their body once; library calls behind a primitive of their own (cuDNN attention) count nothing.
   """
-  return float(_total(jax.make_jaxpr(function)(*abstract_args).jaxpr))
+  # a function of its own, for JAX remembers what it traced, and what is counted may be traced in another way
+  return float(_total(jax.make_jaxpr(lambda *args: function(*args))(*abstract_args).jaxpr))
 
 
 def _total(jaxpr) -> int:

@@ -15,10 +15,10 @@ HEADS, WIDTH = 2, 32
 SIZES = [(16, 256), (256, 16), (64, 128)]      # queries, keys
 
 
-def draw(queries, keys, rows=2, scale=1.0):
+def draw(queries, keys, rows=2, scale=1.0, width=WIDTH):
   """q, keys and values, and a slope."""
   rng = np.random.default_rng(0)
-  shapes = (rows, queries, HEADS, WIDTH), (rows, keys, HEADS, 2, WIDTH), (rows, queries, HEADS, WIDTH)
+  shapes = (rows, queries, HEADS, width), (rows, keys, HEADS, 2, width), (rows, queries, HEADS, width)
   return [jnp.asarray(scale * rng.normal(size=shape), jnp.bfloat16) for shape in shapes]
 
 
@@ -35,9 +35,9 @@ def across(q, kv, slope):
 
 
 @pytest.mark.parametrize('queries, keys', SIZES)
-@pytest.mark.parametrize('scale', [1.0, 5.0])
-def test_values_and_gradients_are_those_of_einsums_in_float32(queries, keys, scale):
-  q, kv, slope = draw(queries, keys, scale=scale)
+@pytest.mark.parametrize('scale, width', [(1.0, 32), (5.0, 32), (1.0, 16), (1.0, 64)])
+def test_values_and_gradients_are_those_of_einsums_in_float32(queries, keys, scale, width):
+  q, kv, slope = draw(queries, keys, scale=scale, width=width)
   y, logs = few_attention.attend(q, kv, interpret=True)
   got = y, *few_attention.gradient(q, kv, y, slope, logs, interpret=True)
   assert {x.dtype for x in got} == {jnp.dtype(jnp.bfloat16)}

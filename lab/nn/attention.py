@@ -29,8 +29,8 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False, se
   gradients of exactly 0. dropout is the share of weights set to 0, drawn from key.
 
   implementation: 'plain', einsums; 'flash', a kernel on an NVIDIA GPU (ValueError where none applies: see `_obstacle`),
-  the lab's own for few tokens (short_attention.fits), else cuDNN's; 'auto', flash where it applies. Reverse-mode
-  derivatives only.
+  the lab's own for few tokens (short_attention.fits), else cuDNN's; 'auto', flash where it applies. Many tokens of
+  rotary positions see `together`, few see many `across`. Reverse-mode derivatives only.
   """
   if implementation not in IMPLEMENTATIONS:
     raise ValueError(f'implementation = {implementation!r}: expected one of {IMPLEMENTATIONS}')
@@ -58,11 +58,6 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False, se
 def takes_together(qkv: jax.Array) -> bool:
   """Whether `together` takes queries, keys and values [B, S, H, 3, Dh]."""
   return long_attention.fits(qkv) and kernels.takes(len(qkv))
-
-
-def plainly_turned(qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array]:
-  """qkv [B, S, H, 3, Dh] with queries and keys `turned`: what long_attention.turn gives."""
-  return jnp.stack([*(turned(qkv[..., i, :], cos, sin) for i in (0, 1)), qkv[..., 2, :]], 3),
 
 
 @jax.custom_vjp
@@ -216,7 +211,11 @@ def _turned_together(qkv, cos, sin):
   # angles of their own for each row are shared among devices as rows are
   own = len(cos) == len(qkv)
   rows, shared = ((qkv, cos, sin), ()) if own else ((qkv,), (cos, sin))
-  return kernels.choose(plainly_turned, long_attention.turn, rows, shared)[0]
+  return kernels.choose(_plainly_turned, long_attention.turn, rows, shared)[0]
+
+
+def _plainly_turned(qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array]:
+  return jnp.stack([*(turned(qkv[..., i, :], cos, sin) for i in (0, 1)), qkv[..., 2, :]], 3),
 
 
 together.defvjp(_together_forward, _together_backward)

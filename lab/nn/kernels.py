@@ -26,9 +26,7 @@ TILE = 2048                  # numbers of a tile of rows that are normed, where 
 PROGRAMS = 8 * 132           # that add up gradients of scales and biases, each a share of the rows: 8 a multiprocessor
 ABEAM = 512                  # columns of a tile of GELU's gradient, which is added up over rows for the bias
 GELU_SLOPE, GELU_CUBE = math.sqrt(2 / math.pi), 0.044715
-
-
-_counting = False
+_counting = False            # whether products are being counted, see `counted`
 
 
 @contextlib.contextmanager
@@ -48,7 +46,10 @@ def counting() -> bool:
 
 
 def takes(rows: int) -> bool:
-  """Whether devices can work on rows of their own: nothing else is split by the mesh, and they share evenly."""
+  """Whether devices can work on rows of their own: nothing else is split by the mesh, and they share evenly.
+
+  Not so within `counted`.
+  """
   split = _split()
   return not _counting and not set(split) - set(AXES) and rows % math.prod(split.values()) == 0
 

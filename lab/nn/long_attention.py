@@ -27,7 +27,7 @@ WIDTH = 32                   # features of a head: with more, products take long
 LEAST = 1024                 # tokens of a row: as many were timed
 BLOCK = 128                  # tokens of the largest blocks, of which a row is a multiple
 MUCH = 2.0**50               # sums of exponentials up to here are as exact as small ones, and so are values times these
-TOKENS = 16                  # that are turned by one program
+TOKENS, HEADS = 16, 8        # that are turned by one program, heads at most
 NONE = -1e30                 # below all scores, and finite
 QUERY, KEY, VALUE = range(3)
 
@@ -46,7 +46,7 @@ def turn(qkv: jax.Array, cos: jax.Array, sin: jax.Array, *, interpret: bool = Fa
   """
   (number, steps, heads), (axes, half) = qkv.shape[:3], cos.shape[3:]
   pairs = qkv.reshape(number * steps, heads, 3, axes, 2, half)
-  abreast = heads & -heads      # Triton takes powers of two
+  abreast = min(heads & -heads, HEADS)      # Triton takes powers of two
   made = pl.pallas_call(
       functools.partial(_turn, abreast=abreast), jax.ShapeDtypeStruct(pairs.shape, pairs.dtype),
       grid=(number * steps // TOKENS, heads // abreast), interpret=interpret, input_output_aliases={0: 0},

@@ -52,7 +52,7 @@ def _call(kernel, causal, interpret, results, q, k, v, lengths, *slope):
                         masked=lengths is not None, exp2=kernels.exp2(interpret)),
       [jax.ShapeDtypeStruct((number * steps, heads, width), q.dtype)] * results,
       grid=(heads * pl.cdiv(number, rows),), interpret=interpret,
-      compiler_params=triton.CompilerParams(num_warps=4 if tile > TILE else 1, num_stages=1),
+      compiler_params=triton.CompilerParams(num_warps=4 if tile > TILE else 2 if width > 32 else 1, num_stages=1),
       name='short_attention' + kernel.__name__)(*map(flat, (q, k, v, *slope)), *keys)
   return [m.reshape(q.shape) for m in made]
 

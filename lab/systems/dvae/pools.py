@@ -90,7 +90,8 @@ class Cross(nn.Module):
     c = self.shape
     heads = lambda y, n: y.reshape(*y.shape[:2], c.heads, n, c.width // c.heads)
     q = heads(_dense(c, c.width, 'query')(x), 1)[:, :, :, 0]
-    q = jnp.broadcast_to(q, (len(context), *q.shape[1:]))
+    # in float32, in which its gradient is summed over the batch then: some GPUs would sum bfloat16
+    q = jnp.broadcast_to(q.astype(jnp.float32), (len(context), *q.shape[1:])).astype(q.dtype)
     kv = heads(_dense(c, 2 * c.width, 'key_value')(context), 2)
     if c.attention != 'plain' and attention.takes_across(q, kv):
       y = attention.across(q, kv)

@@ -71,7 +71,7 @@ def get_config(variant: str = '') -> ConfigDict:
   config.input.update({'batch_size': 12, 'eval_batch_size': 128})
   config.log_steps, config.eval_steps, config.checkpoint.steps = 50, 500, 500
   if variant == 'smoke':
-    config.data.length = 16
+    config.data.length, config.predict.tokens = 16, 24      # drawn in three windows, each compiled by itself
     config.model.update({'width': 32, 'layers': 2, 'heads': 2})
     config.optim.learning_rate, config.optim.warmup_steps = 1e-2, 0
     config.total_steps, config.log_steps, config.eval_steps, config.checkpoint.steps = 12, 1, 4, 4

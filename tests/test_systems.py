@@ -177,4 +177,4 @@ def test_records_serialise_and_rules_live(config):
   records = list(task.records(outputs, batch))
   assert len(records) == len(batch['mask']) and json.loads(json.dumps(records)) == records
   sharding.audit(task.rules, state)
-  assert metrics.ratios(metrics.merge({}, jax.device_get(task.measure(state.params, state.stats, batch))))
+  assert metrics.ratios(metrics.merge({}, jax.device_get(jax.jit(task.measure)(state.params, state.stats, batch))))

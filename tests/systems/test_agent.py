@@ -43,7 +43,7 @@ def found():
     levels = [passes.rows(rows, level) for level in range(3)]
     ups = passes.up(net, params, levels)
     return levels, ups, passes.down(net, params, levels, [u.vectors for u in ups], [x.counts for x in levels], True)
-  return (config, net, params, *run(params))
+  return (config, net, params, *jax.device_get(run(params)))       # of which slices are compared: JAX compiles each
 
 
 def test_units_decoded_from_above_stand_for_their_rows(found):
@@ -73,12 +73,14 @@ def test_places_that_are_no_node_may_be_left_out(found):
   assert [d.units.shape[1] for d in few] == [24 + 21 + 21, 8 + 7, 4]
   every = [d._replace(parts=tuple(map(int, d.parts))) for d in downs]
   whole = jax.jit(lambda p: passes.read(net, p, every))(params)
+  few, text, whole = jax.device_get((few, text, whole))
+  compared = jax.jit(jax.vmap(passes.compared))
   for level in range(3):
-    truth = jax.vmap(lambda rows: passes.spelt(rows, level))(levels[:level + 1])
-    there, same = jax.vmap(passes.compared)(truth, text[level])
+    truth = jax.jit(jax.vmap(lambda rows, level=level: passes.spelt(rows, level)))(levels[:level + 1])
+    there, same = jax.device_get(compared(truth, text[level]))
     assert [a.shape for a in jax.tree.leaves(text[level])] == [a.shape for a in jax.tree.leaves(whole[level])]
     # compared with a text, what is left out makes no difference
-    for a, b, t in zip(same, jax.vmap(passes.compared)(truth, whole[level]).exact, there):
+    for a, b, t in zip(same, jax.device_get(compared(truth, whole[level])).exact, there):
       assert ((a == b) | ~t).all()
   for low, all_of_it in zip(few, every):
     for part, origin in enumerate(low.origin):
@@ -127,14 +129,15 @@ def test_hidden_and_replaced_units():
   ids = ids.at[..., 6].set(packs.END).at[..., 7:].set(packs.PAD)
   rows = passes.Rows(ids, jnp.ones(last.shape))
   assert (rows.last == last).all()
-  made, = objectives.altered([rows], jnp.arange(8, dtype=jnp.uint32).reshape(4, 2))
+  altered = jax.jit(objectives.altered)
+  made, = altered([rows], jnp.arange(8, dtype=jnp.uint32).reshape(4, 2))
   _, seen, place, changed, share = made
   assert ((seen != ids).sum(-1) <= 1).all() and place.min() == 0 and place.max() == 6
   assert abs(float((seen == packs.MASK).sum() / 2000) - .9) < .03
   assert (changed[..., 6:] == ids[..., 6:]).all()          # neither terminators nor padding
   np.testing.assert_allclose(share, (changed != ids).sum(-1) / 6, rtol=1e-6)
   # alone, a pack has the same
-  alone, = objectives.altered([passes.Rows(ids[2:3], rows.counts[2:3])], jnp.array([[4, 5]], jnp.uint32))
+  alone, = altered([passes.Rows(ids[2:3], rows.counts[2:3])], jnp.array([[4, 5]], jnp.uint32))
   assert (alone.seen == seen[2:3]).all() and (alone.changed == changed[2:3]).all()
   # 66 % of the rows, each unit with chance U(0, .8), of which 3 of 9 are drawn from no unit and stay
   assert abs(float(share.mean()) - .66 * .4 * 6 / 9) < .02 and (share == 0).mean() > .34
@@ -178,26 +181,26 @@ def _texts(spelt, level, n):
 
 def test_a_pack_is_spelt_and_compared_with_itself(found):
   levels = [jax.tree.map(lambda x: x[0], rows) for rows in found[3]]
-  spelt = passes.spelt(levels, 2)
+  spelt, compared = jax.jit(passes.spelt, static_argnums=1)(levels, 2), jax.jit(passes.compared)
   assert [_texts(spelt, 2, n) for n in range(3)] == [
       b'The cat sat. A dog ran off.'.split(), b'The cat sat. So it goes on and on for a while.'.split(), [b'Yes.']]
   assert [bool(spelt.cont[2][n, 0]) for n in range(3)] == [False, True, False]
-  same = passes.compared(spelt, spelt)
+  same = compared(spelt, spelt)
   assert [int(x[:3].sum()) for x in same.there] == [20, 6, 3]
   assert all(bool((e | ~t)[:3].all()) for t, e in zip(same.there, same.exact))
   other = spelt._replace(bytes=spelt.bytes.at[1, 0, 0].add(1))          # 'The' of the second paragraph
-  same = passes.compared(spelt, other)
+  same = compared(spelt, other)
   assert [int((x & t)[:3].sum()) for x, t in zip(same.exact, same.there)] == [19, 5, 2]
   other = spelt._replace(last=[spelt.last[0], spelt.last[1].at[0, 1].add(-1), spelt.last[2]])
-  same = passes.compared(spelt, other)
+  same = compared(spelt, other)
   assert [int((x & t)[:3].sum()) for x, t in zip(same.exact, same.there)] == [20, 5, 2]
   other = spelt._replace(cont=[spelt.cont[0].at[2, 0].set(True), *spelt.cont[1:]])
-  assert [int((x & t)[:3].sum()) for x, t in zip(*passes.compared(spelt, other)[::-1])] == [19, 5, 2]
+  assert [int((x & t)[:3].sum()) for x, t in zip(*compared(spelt, other)[::-1])] == [19, 5, 2]
 
 
 def test_unfolding_follows_the_path_of_the_loss(found):
   _, net, params, levels, ups, downs = found
-  out = jax.jit(lambda p: passes.unfold(net, p, 2, ups[2].vectors[0]))(params)
+  out = jax.device_get(jax.jit(lambda p: passes.unfold(net, p, 2, ups[2].vectors[0]))(params))
   lengths = [8, 6, 4]
   assert [x.shape for x in out.places] == [(4, 24, 8), (4, 4, 6), (4, 1, 4)]
   assert [x.shape for x in out.ends] == [(4, 24, 8, 2), (4, 4, 6, 2), (4, 1, 4, 2)]

@@ -59,14 +59,14 @@ def test_join_in_the_wrong_place_is_no_match(learnt):
   config, _, rows, _ = learnt
   levels = [passes.Rows(*(jnp.asarray(rows[f'{name}_{k}'][0]) for name in ('ids', 'counts'))) for k in range(3)]
   levels = [x._replace(counts=x.counts.astype(jnp.float32)) for x in levels]
-  truth = passes.spelt(levels, 1)
+  truth, compared = jax.jit(passes.spelt, static_argnums=1)(levels, 1), jax.jit(passes.compared)
   assert truth.joins[0][:3, :5].tolist() == [[False, False, True, False, False], [False, True, False, False, False],
                                              [False] * 5]
-  same = passes.compared(truth, truth)
+  same = compared(truth, truth)
   assert [int(x[:5].sum()) for x in same.there] == [len(TEXT.split()), 5]
   for n, place in ((0, 2), (0, 3)):                    # JOIN that is not seen, and that is seen where a word is
     other = truth._replace(joins=[truth.joins[0].at[n, place].set(~truth.joins[0][n, place]), None])
-    same = passes.compared(truth, other)
+    same = compared(truth, other)
     assert same.exact[1][:5, 0].tolist() == [False, True, True, True, True]
     assert int((same.there[0] & same.exact[0])[:5].sum()) == len(TEXT.split()) - (place == 3)
 
@@ -137,8 +137,8 @@ def test_of_four_levels_two_share_rows():
   levels = [passes.Rows(jnp.asarray(ids), jnp.asarray(counts, jnp.float32))
             for ids, counts in zip(pack.ids, pack.counts)]
   assert [bool((x.ids == packs.JOIN).any()) for x in levels] == [False, True, True, False]
-  truth = passes.spelt(levels, 3)
-  same = passes.compared(truth, truth)
+  truth = jax.jit(passes.spelt, static_argnums=1)(levels, 3)
+  same = jax.jit(passes.compared)(truth, truth)
   assert int(same.there[0].sum()) == len(trees.nodes(CHAPTERS, 0))
   assert all(jnp.asarray(x).all() for x in same.exact)
   assert [x is not None and bool(x.any()) for x in truth.joins] == [True, True, False, False]

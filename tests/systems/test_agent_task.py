@@ -44,7 +44,7 @@ def test_settings_that_do_not_fit_are_refused(key, value, told):
 
 def by_heart(built, rows):
   """Parameters that know a batch by heart, and the losses on the way."""
-  params, stats = built.init(jax.random.key(0), rows)
+  params, stats = jax.jit(built.init)(jax.random.key(0), rows)
   tx = optax.adam(optax.cosine_decay_schedule(1e-2, 250))
 
   @jax.jit
@@ -103,13 +103,14 @@ def test_training_mixes_units_and_nothing_else_does():
   assert sums == same
   # hidden units are those of the text, and so are the labels of what was replaced
   levels = [passes.rows(rows, level) for level in range(3)]
-  mixed = objectives.mixed(levels, config.data.mixed, rows['number'])
+  mixed = jax.jit(objectives.mixed, static_argnums=1)(levels, config.data.mixed, rows['number'])
   variables, net = {'params': params}, model.make(config)
   raw = jax.jit(lambda v: task.passed(config, net, v, rows, True, {'dropout': jax.random.key(1)}).raw)(variables)
-  odd = objectives.altered(levels, rows['number'])
+  odd = jax.jit(objectives.altered)(levels, rows['number'])
   ups = jax.jit(lambda v: passes.up(net, v, mixed, [x.changed for x in odd]))(variables)
   for level in (1, 2):
-    judged = objectives.coherence(*net.apply(variables, level, ups[level].others, method='check'), odd[level].share)
+    check = jax.jit(lambda v, x, level=level: net.apply(v, level, x, method='check'))
+    judged = objectives.coherence(*check(variables, ups[level].others), odd[level].share)
     np.testing.assert_allclose(raw[f'coherence_{level}'][0], (judged * levels[level].valid).sum(), rtol=1e-4)
 
 
@@ -125,14 +126,15 @@ def test_how_much_comes_back_is_counted_by_occurrence():
   """Twice the sentence 'The cat sat.' in one document is one row that counts twice; a word type counts once."""
   config, rows = small(), batch(small())
   levels = [passes.rows(rows, level) for level in range(3)]
-  truth = jax.vmap(lambda x: passes.spelt(x, 1))(levels[:2])
+  truth = jax.jit(jax.vmap(lambda x: passes.spelt(x, 1)))(levels[:2])
   spoilt = truth._replace(bytes=truth.bytes.at[0, 0, 1, 0].add(1))        # 'cat' in the first row
-  sums = scores.rebuilt(levels, 1, spoilt)
+  rebuilt = jax.jit(scores.rebuilt, static_argnums=1)
+  sums = rebuilt(levels, 1, spoilt)
   assert int(levels[1].counts[0, 0]) == 2
   assert {k: tuple(map(float, v)) for k, v in sums.items()} == {
       'words_in_sentences': (18, 20), 'exact_sentences': (4, 6)}
-  truth = jax.vmap(lambda x: passes.spelt(x, 0))(levels[:1])
-  sums = scores.rebuilt(levels, 0, truth)
+  truth = jax.jit(jax.vmap(lambda x: passes.spelt(x, 0)))(levels[:1])
+  sums = rebuilt(levels, 0, truth)
   assert {k: tuple(map(float, v)) for k, v in sums.items()} == {'exact_word_types': (len(set(TEXT.split())),) * 2}
 
 
@@ -147,7 +149,7 @@ def test_the_area_under_the_roc_curve_is_that_of_all_pairs():
 def test_generator_and_critic_have_their_own_gradients():
   config = made(**{'model.noise': 8})
   built, rows = task.make_task(config), numbered(config)
-  params, _ = built.init(jax.random.key(0), rows)
+  params, _ = jax.jit(built.init)(jax.random.key(0), rows)
 
   @jax.jit
   def slopes(params):

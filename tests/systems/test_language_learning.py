@@ -10,6 +10,7 @@ import pytest
 
 from lab import accumulate, optim
 from lab.systems.language import config as shape, model, objectives
+from tests.conftest import FAST
 
 LETTERS, PAD, CLS, SEP, MASK = 16, 16, 17, 18, 19
 LENGTH, BATCH = 32, 32
@@ -54,7 +55,8 @@ def fit(config, labels, batches, params=None):
   net = model.make(config, MASK + 1, labels)
   judge = functools.partial(objectives.OBJECTIVES[config.objective], net)
   first = next(batches)
-  fresh = net.init(jax.random.key(0), *(first[k] for k in ('ids', 'segments', 'places') if k in first))['params']
+  inputs = [first[k] for k in ('ids', 'segments', 'places') if k in first]
+  fresh = jax.jit(net.init)(jax.random.key(0), *inputs)['params']
   params = fresh if params is None else {**fresh, **params}
   tx = optim.make(config.optim, config.total_steps)
 
@@ -63,13 +65,14 @@ def fit(config, labels, batches, params=None):
     terms, sums = judge(params, batch, {'dropout': key})
     return terms, (stats, sums)
 
-  @jax.jit
+  # hundreds of updates: worth what it takes to make them fast
+  @functools.partial(jax.jit, compiler_options=FAST)
   def step(params, opt, i, batch):
     value, grads, _, _ = accumulate.gradients(loss, params, {}, {k: v[None] for k, v in batch.items()},
                                               jax.random.key(1), i)
     params, opt, _, _ = tx.update(value, grads, opt, params, i)
     return params, opt, value
-  opt, losses = tx.init(params), []
+  opt, losses = jax.jit(tx.init)(params), []
   for i, batch in zip(range(config.total_steps), batches):
     params, opt, value = step(params, opt, jnp.int32(i), batch)
     losses.append(value)

@@ -12,6 +12,7 @@ import pytest
 from scipy import ndimage
 
 from lab.systems.pose import assemble, config, decode, draw, score, skeleton, targets
+from tests.conftest import FAST
 
 SIZE, CELLS, STRIDE = 368, 46, 8.0
 COCO = pathlib.Path(__file__).parents[2].parent / 'shared' / 'data' / 'pose' / 'coco2017_subset'
@@ -42,7 +43,7 @@ def labeller(cells=CELLS, redundant=True, paf='hard', paf_width_px=8.0):
   target = config.get_config().target
   target.update(redundant_limbs=redundant, paf=paf, paf_width_px=paf_width_px)
 
-  @jax.jit
+  @functools.partial(jax.jit, compiler_options=FAST)      # a hundred photographs
   def maps(keypoints):
     made = targets.make(keypoints, jnp.zeros((keypoints.shape[0], cells, cells), jnp.uint8), SIZE / cells, target)
     return made.paf, made.heatmap
@@ -52,7 +53,7 @@ def labeller(cells=CELLS, redundant=True, paf='hard', paf_width_px=8.0):
 @functools.cache
 def decoder():
   chosen = options()
-  return jax.jit(lambda paf, heatmap: decode.candidates(paf, heatmap, SIZE, chosen))
+  return jax.jit(lambda paf, heatmap: decode.candidates(paf, heatmap, SIZE, chosen), compiler_options=FAST)
 
 
 def gather(paf, heatmap, matrix=((1, 0, 0), (0, 1, 0)), **changes):
@@ -347,7 +348,7 @@ def one_an_island(found, heatmap):
 def test_whole_cells_and_islands_are_what_limits_wide_labels():
   """The older decoder's choices, one at a time, on its own wide labels (23 px) and on ours (7 px)."""
   chosen = options()
-  rescore = jax.jit(lambda paf, cell, heat: decode.limbs(paf, cell, heat, chosen))
+  rescore = jax.jit(lambda paf, cell, heat: decode.limbs(paf, cell, heat, chosen), compiler_options=FAST)
 
   def variant(islands, whole):
     def candidates(paf, heatmap):
@@ -360,7 +361,8 @@ def test_whole_cells_and_islands_are_what_limits_wide_labels():
 
   target = config.get_config().target
   target.update(redundant_limbs=False, paf='gaussian', sigma_px=float(np.sqrt(.004)) * SIZE, paf_s_px2=.0015 * SIZE**2)
-  wide = jax.jit(lambda k: targets.make(k, jnp.zeros((k.shape[0], CELLS, CELLS), jnp.uint8), STRIDE, target)[1::-1])
+  wide = jax.jit(lambda k: targets.make(k, jnp.zeros((k.shape[0], CELLS, CELLS), jnp.uint8), STRIDE, target)[1::-1],
+                 compiler_options=FAST)
   got = {(islands, whole): oracle(wide, variant(islands, whole))
          for islands in (True, False) for whole in (True, False)}
   narrow = oracle(labeller(redundant=False), variant(False, True))

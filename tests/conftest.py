@@ -8,12 +8,12 @@ import sys
 os.environ['JAX_PLATFORMS'] = 'cpu'
 # collectives wait in threads of XLA's pool: there have to be more of these than devices
 os.environ['NPROC'] = '32'
-# most of the time would go into compiling: these flags halve it, and programs of this size run as fast. A newer jaxlib
-# no longer has the second, and ends at what it does not have
-QUICK = '--xla_backend_optimization_level=1'
+# most of the time would go into compiling: these flags take more than half of it away, and most programs of this size
+# run as fast. A newer jaxlib no longer has the second, and ends at what it does not have
+QUICK = '--xla_backend_optimization_level=0'
 if importlib.metadata.version('jaxlib').startswith('0.10.'):
   QUICK += ' --xla_cpu_use_fusion_emitters=false'
-# compiler_options of what runs long in a test, or has a bound that was made for these: never less than this
+# compiler_options of what runs long in a test, or has a bound that was made for these
 FAST = {'xla_backend_optimization_level': 1}
 # eight devices share few cores: products split over a pool of threads as well only take turns. lab/programs.py says why
 # the scheduler. Processes that tests start have the flags that users have

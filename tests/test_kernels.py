@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import pallas
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from lab.nn import activations, kernels, losses, norms
+from lab.nn import activations, kernels, losses, norms, target
 from lab.nn.transformer import Shape, Transformer
 from tests.test_transformer import noisy
 
@@ -232,6 +232,38 @@ def test_an_activation_and_its_gradients_are_those_of_float64(monkeypatch, width
   assert (alone == 0).all() and (pull(slope)[0] == 0).all()
 
 
+@pytest.mark.parametrize('width, dtype', [(40, 'float32'), (1200, 'float32'), (1024, 'bfloat16')])
+def test_a_gated_activation_and_its_gradient_are_those_of_float64(width, dtype):
+  made, slope = (jnp.asarray(draw(i, 3, 7, size), dtype) for i, size in enumerate((2 * width, width)))
+  made = made.at[0, 0, :3].set(jnp.asarray([-3e4, 3e4, 0], dtype))
+  gate, value, steep = (np.asarray(x, np.float64) for x in (made[..., :width], made[..., width:], slope))
+  share = 1 / (1 + np.exp(-np.maximum(gate, -700)))
+  wanted = np.concatenate([steep * value * share * (1 + gate * (1 - share)), steep * gate * share], -1)
+  close = functools.partial(np.testing.assert_allclose, **dict.fromkeys(
+      ('rtol', 'atol'), 2e-5 if dtype == 'float32' else 2**-8))
+  y, pull = jax.vjp(activations.swiglu, made)
+  close(np.asarray(y, np.float64), gate * share * value)
+  for got, in (pull(slope), kernels.swiglu_gradient(made, slope, interpret=True)):
+    assert got.dtype == dtype
+    close(np.asarray(got, np.float64), wanted)
+
+
+def test_a_gated_transformer_by_kernels_on_eight_devices_is_that_without(gpu, monkeypatch):
+  net = Transformer(Shape(16, heads=2, layers=2, activation='swiglu', bias=False, rms=True))
+  x = jnp.asarray(draw(0, 8, 3, 16), jnp.float32)
+  params = noisy(net.init(jax.random.key(0), x[:1]))
+  step = lambda: jax.jit(jax.grad(lambda params, x: jnp.square(net.apply(params, x)).sum(), (0, 1)))
+  with jax.set_mesh(mesh(1, 1, 8)):
+    wanted = step()(params, x)
+  monkeypatch.setattr(target, 'nvidia', lambda: True)
+  gpu.clear()
+  with jax.set_mesh(mesh(2, 4, 1)):
+    got = step()(params, jax.device_put(x, NamedSharding(mesh(2, 4, 1), P(('data', 'fsdp')))))
+  assert set(gpu) == {('add_norm', 3), ('add_norm_gradient', 3), ('swiglu_gradient', 3)}
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted)):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
 # -- the compiler
 
 
@@ -266,6 +298,7 @@ def test_kernels_of_norms_compile_for_a_gpu_as_far_as_that_goes_without_one(widt
     assert lowered(functools.partial(f, **options), *args).count('__gpu$xla.gpu.triton') == 1
 
 
-def test_the_kernel_of_an_activation_compiles_for_a_gpu_as_far_as_that_goes_without_one():
+def test_kernels_of_activations_compile_for_a_gpu_as_far_as_that_goes_without_one():
   wide = (4, 64, 3072), jnp.bfloat16
+  assert lowered(kernels.swiglu_gradient, ((4, 64, 6144), jnp.bfloat16), wide).count('__gpu$xla.gpu.triton') == 1
   assert lowered(kernels.gelu_gradient, wide, wide).count('__gpu$xla.gpu.triton') == 1

@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from lab.nn import kernels
+from lab.nn import kernels, target
 
 
 def gelu_tanh(x: jax.Array) -> jax.Array:
@@ -37,6 +37,32 @@ def activated(name: str, made: list[jax.Array], biases: list[jax.Array | None], 
     (x,), (bias,) = made, biases
     return _gelu_tanh(x, jnp.zeros(x.shape[-1]) if bias is None else bias, cublas)
   return _other(name, made, biases)
+
+
+def takes_joined(name: str, x: jax.Array) -> bool:
+  """Whether an MLP of x [B, S, D] without biases has a product for both halves, and `swiglu` of that."""
+  return name == 'swiglu' and target.nvidia() and kernels.takes(len(x))
+
+
+@jax.custom_vjp
+def swiglu(made: jax.Array) -> jax.Array:
+  """silu(g) u (Shazeer 2020, arXiv 2002.05202) of made [B, S, 2F], g and u side by side, computed in float32.
+
+  The gradient is side by side as well, so that one product takes it on. Reverse-mode derivatives only.
+  """
+  gate, value = (half.astype(jnp.float32) for half in jnp.split(made, 2, -1))
+  return (nn.silu(gate) * value).astype(made.dtype)
+
+
+def _swiglu_backward(made, slope):
+  def plain(made, slope):
+    gate, value = (half.astype(jnp.float32) for half in jnp.split(made, 2, -1))
+    halves = jax.vjp(lambda gate, value: nn.silu(gate) * value, gate, value)[1](slope.astype(jnp.float32))
+    return jnp.concatenate(halves, -1).astype(made.dtype),
+  return tuple(kernels.choose(plain, kernels.swiglu_gradient, (made, slope)))
+
+
+swiglu.defvjp(lambda made: (swiglu(made), made), _swiglu_backward)
 
 
 @functools.partial(jax.checkpoint, static_argnums=(0,))

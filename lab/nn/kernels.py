@@ -324,6 +324,29 @@ def _gelu_gradient(x_of, slope_of, to_x, share_of, *, rows, tile, columns, width
   triton.store(share_of.at[first, beside], jnp.sum(total, 0), mask=there)
 
 
+def swiglu_gradient(made: jax.Array, slope: jax.Array, *, interpret: bool = False) -> tuple[jax.Array]:
+  """The gradient of silu(g) u (activations.py) of made [N, ...2F], g and u side by side; slope is [N, ...F]."""
+  width = slope.shape[-1]
+  rows, columns = math.prod(slope.shape[:-1]), min(ABEAM, pl.next_power_of_2(width))
+  tile = TILE // columns
+  to_made = pl.pallas_call(
+      functools.partial(_swiglu_gradient, rows=rows, tile=tile, columns=columns, width=width),
+      jax.ShapeDtypeStruct((rows, 2 * width), made.dtype), grid=(pl.cdiv(rows, tile), pl.cdiv(width, columns)),
+      interpret=interpret, compiler_params=triton.CompilerParams(num_warps=_warps(TILE)), name='swiglu_gradient')(
+          made.reshape(rows, 2 * width), slope.reshape(rows, width))
+  return to_made.reshape(made.shape),
+
+
+def _swiglu_gradient(made_of, slope_of, to_made, *, rows, tile, columns, width):
+  row, start = pl.program_id(0) * tile, pl.program_id(1) * columns
+  inside = (row + jnp.arange(tile) < rows)[:, None] & (start + jnp.arange(columns) < width)[None]
+  gates, values = ((pl.ds(row, tile), pl.ds(first + start, columns)) for first in (0, width))
+  gate, value, slope = _read(made_of, gates, inside), _read(made_of, values, inside), _read(slope_of, gates, inside)
+  share = 1 / (1 + _exp(-gate))
+  _write(to_made, gates, inside, slope * value * share * (1 + gate * (1 - share)))
+  _write(to_made, values, inside, slope * gate * share)
+
+
 def gelu_slope(z: jax.Array, tanh: Callable) -> jax.Array:
   """The derivative of z (1 + tanh u) / 2, u = a (z + b z^3), which gelu_tanh is."""
   square = z * z

@@ -118,39 +118,48 @@ def _turn(_, cos_of, sin_of, out, *, abreast):
   cos, sin = (angle[which][:, None, :, None] for angle in (cos_of, sin_of))
   parts = [(rows, heads, part, slice(None), slice(None), slice(None)) for part in (QUERY, KEY)]
   first = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, 2, 1), 3) == 0
-  side = lambda x, which: jnp.sum(jnp.where(which, x, 0.0), 3, keepdims=True)
+  sin = jnp.where(first, -sin, sin)
+  # what a feature is paired with, exactly: of both one's bits less its own
+  bits = lambda x, dtype=jnp.int32: jax.lax.bitcast_convert_type(x, dtype)
+  partner = lambda x: bits(jnp.sum(bits(x), 3, keepdims=True) - bits(x), jnp.float32)
   # whole heads are read and written, all before any: memory takes 32 bytes at a time
   for part, x in [(part, out[part].astype(jnp.float32)) for part in parts]:
-    out[part] = (x * cos + jnp.where(first, -side(x, ~first), side(x, first)) * sin).astype(out.dtype)
+    out[part] = (x * cos + partner(x) * sin).astype(out.dtype)
 
 
 def _forward(qkv_of, out, logs_of, *, steps, queries, keys, exp2):
-  rows = _Rows(qkv_of, steps, queries)
-  q, factor, blocks = qkv_of[rows.part(QUERY)], LOG2_E * rows.width**-0.5, steps // keys
-  scores = lambda i: dot(q, qkv_of[rows.part(KEY, i, keys)], 1, 1)
-
-  def add(i, total, y, p):
-    return total + jnp.sum(p, 1), y + dot(p.astype(q.dtype), qkv_of[rows.part(VALUE, i, keys)])
+  # two halves, side by side in each turn of a loop: so they take fewer registers than as one block, and a GPU more
+  # programs at once
+  rows, half = _Rows(qkv_of, steps, queries), queries // 2
+  at = [2 * rows.at + j for j in (0, 1)]
+  qs = [qkv_of[rows.part(QUERY, i, half)] for i in at]
+  factor, blocks, dtype = LOG2_E * rows.width**-0.5, steps // keys, out.dtype
 
   def fixed(i, held):
-    most, total, y = held
-    return most, *add(i, total, y, exp2(scores(i), factor, -factor * most[:, None]))
+    k, v = qkv_of[rows.part(KEY, i, keys)], qkv_of[rows.part(VALUE, i, keys)]
+    ps = [exp2(s, factor, -factor * most[:, None]) for s, (most, _, _) in zip([dot(q, k, 1, 1) for q in qs], held)]
+    return tuple((most, total + jnp.sum(p, 1), y + dot(p.astype(dtype), v)) for (most, total, y), p in zip(held, ps))
 
   def running(i, held):
-    most, total, y = held
-    s = scores(i)
-    now = jnp.maximum(most, jnp.max(s, 1))
-    less = exp2(most - now, factor, 0.0)
-    return now, *add(i, total * less, y * less[:, None], exp2(s - now[:, None], factor, 0.0))
+    k, v = qkv_of[rows.part(KEY, i, keys)], qkv_of[rows.part(VALUE, i, keys)]
+    made = []
+    for q, (most, total, y) in zip(qs, held):
+      s = dot(q, k, 1, 1)
+      now = jnp.maximum(most, jnp.max(s, 1))
+      less, p = exp2(most - now, factor, 0.0), exp2(s - now[:, None], factor, 0.0)
+      made.append((now, total * less + jnp.sum(p, 1), y * less[:, None] + dot(p.astype(dtype), v)))
+    return tuple(made)
 
-  nothing = jnp.zeros((queries,), jnp.float32), jnp.zeros((queries, rows.width), jnp.float32)
-  held = jax.lax.fori_loop(0, blocks, fixed, (jnp.max(scores(0), 1), *nothing))
-  again = ~((jnp.max(held[1]) < MUCH) & (jnp.min(held[1]) > 0.5))      # NaN too
-  start = jnp.full((queries,), NONE), *nothing
-  most, total, y = jax.lax.fori_loop(0, again.astype(jnp.int32) * blocks, running,
-                                     tuple(jnp.where(again, a, b) for a, b in zip(start, held)))
-  out[rows.own] = (y / total[:, None]).astype(out.dtype)
-  logs_of[rows.of_own] = -factor * most - jnp.log2(total)
+  nothing = jnp.zeros((half,), jnp.float32), jnp.zeros((half, rows.width), jnp.float32)
+  first = qkv_of[rows.part(KEY, 0, keys)]
+  held = jax.lax.fori_loop(0, blocks, fixed, tuple((jnp.max(dot(q, first, 1, 1), 1), *nothing) for q in qs))
+  fine = [(jnp.max(total) < MUCH) & (jnp.min(total) > 0.5) for _, total, _ in held]      # NaN is not
+  again, start = ~(fine[0] & fine[1]), (jnp.full((half,), NONE), *nothing)
+  held = tuple(tuple(jnp.where(again, a, b) for a, b in zip(start, each)) for each in held)
+  held = jax.lax.fori_loop(0, again.astype(jnp.int32) * blocks, running, held)
+  for i, (most, total, y) in zip(at, held):
+    out[rows.block(i, half)] = (y / total[:, None]).astype(dtype)
+    logs_of[rows.numbers(i, half)] = -factor * most - jnp.log2(total)
 
 
 def _to_queries(qkv_of, y_of, slope_of, logs_of, to_qkv, means_of, *, steps, queries, keys, exp2):

@@ -17,7 +17,7 @@ from jax.experimental import layout
 from jax.sharding import PartitionSpec as P
 
 from lab.nn import attention, target
-from lab.nn.activations import ACTIVATIONS, GATED, activated
+from lab.nn.activations import ACTIVATIONS, GATED, activated, swiglu, takes_joined
 from lab.nn.norms import AddNorm
 from lab.nn.products import shared
 
@@ -236,11 +236,14 @@ class MLP(nn.Module):
     c, number = self.shape, 1 + (self.shape.activation in GATED)
     x = x.astype(c.dtype)
     kernel, bias = Weights(c, number * (c.hidden or 4 * c.width), name='up')(x.shape[-1])
-    made = [_product(x, part) for part in _parts(kernel, 1, number)]
-    biases = _parts(bias, 1, number) if c.bias else [None] * number
-    # where what cuBLAS's product alone gives is remembered, it does nothing more
-    alone = c.remat and c.remat_keep == 'products'
-    y = activated(c.activation, made, biases, c.cublas and self.train and not alone)
+    if not c.bias and takes_joined(c.activation, x):
+      y = swiglu(_product(x, kernel))
+    else:
+      made = [_product(x, part) for part in _parts(kernel, 1, number)]
+      biases = _parts(bias, 1, number) if c.bias else [None] * number
+      # where what cuBLAS's product alone gives is remembered, it does nothing more
+      alone = c.remat and c.remat_keep == 'products'
+      y = activated(c.activation, made, biases, c.cublas and self.train and not alone)
     kernel, bias = Weights(c, c.width, joins=True, name='down')(y.shape[-1])
     return _product(y, kernel), bias
 

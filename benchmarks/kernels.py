@@ -42,7 +42,7 @@ def main(argv: list[str], logits=LOGITS, shapes=NORMS, hidden=HIDDEN, heads=HEAD
     return 2
   print(f'{kind}, jax {jax.__version__}\n{"":<40} {"plain":>8} {"kernel":>8} {"least":>8} difference')
   for name, plain, kernel, args in (*of_labels(*logits), *(row for shape in shapes for row in of_norms(*shape)),
-                                    of_activation(*hidden), *(row for shape in heads for row in of_attention(*shape)),
+                                    *of_activations(*hidden), *(row for shape in heads for row in of_attention(*shape)),
                                     *of_long_attention(*long), *(row for shape in few for row in of_few(*shape)),
                                     of_lstm(*cells)):
     slow, wanted = timed(plain, args)
@@ -84,14 +84,17 @@ def of_norms(rows: int, width: int, rms: bool):
   yield f'gradient of sum and {name} {rows} x {width}', plain, gradient, (x, onward, slope, scale)
 
 
-def of_activation(rows: int, width: int):
-  """(name, plain, kernel, arguments) of the gradient of gelu_tanh and of the bias before it."""
-  x, slope = (jax.random.normal(jax.random.key(i), (rows, width)).astype(jnp.bfloat16) for i in (0, 1))
+def of_activations(rows: int, width: int):
+  """(name, plain, kernel, arguments) of the gradient of gelu_tanh and of the bias before it, and of SwiGLU's."""
+  x, slope, made = (jax.random.normal(jax.random.key(i), (rows, size)).astype(jnp.bfloat16)
+                    for i, size in enumerate((width, width, 2 * width)))
 
   def gradient(*args, **more):
     to_x, shares = kernels.gelu_gradient(*args, **more)
     return to_x, shares.sum(0)
-  return f'gradient of GELU {rows} x {width}', activations._plain_gradient, gradient, (x, slope)
+  yield f'gradient of GELU {rows} x {width}', activations._plain_gradient, gradient, (x, slope)
+  yield (f'gradient of SwiGLU {rows} x 2 x {width}', activations._plain_swiglu_gradient, kernels.swiglu_gradient,
+         (made, slope))
 
 
 def of_attention(rows: int, tokens: int, heads: int, features: int):

@@ -95,7 +95,7 @@ def test_kernels_are_timed_beside_the_plain_way(capsys):
   assert bench_kernels.main(['kernels', '--calls=1'], (4, 700, 600), shapes, (6, 40), heads,
                            (1, 256, 2, 32), ((1, 16, 128, 1, 16),), (2, 5, 7), interpret=True) == 0
   rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
-  assert len(rows) == 14 and all(float(row[-1]) < 1e-2 for row in rows)
+  assert len(rows) == 15 and all(float(row[-1]) < 1e-2 for row in rows)
 
 
 def test_kernels_are_not_timed_where_there_is_no_gpu(capsys):

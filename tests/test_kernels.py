@@ -235,7 +235,7 @@ def test_an_activation_and_its_gradients_are_those_of_float64(monkeypatch, width
 @pytest.mark.parametrize('width, dtype', [(40, 'float32'), (1200, 'float32'), (1024, 'bfloat16')])
 def test_a_gated_activation_and_its_gradient_are_those_of_float64(width, dtype):
   made, slope = (jnp.asarray(draw(i, 3, 7, size), dtype) for i, size in enumerate((2 * width, width)))
-  made = made.at[0, 0, :3].set(jnp.asarray([-3e4, 3e4, 0], dtype))
+  made, slope = made.at[0, 0, :4].set(jnp.asarray([-3e4, 3e4, 0, -3e38], dtype)), slope.at[0, 0, 3].set(3)
   gate, value, steep = (np.asarray(x, np.float64) for x in (made[..., :width], made[..., width:], slope))
   share = 1 / (1 + np.exp(-np.maximum(gate, -700)))
   wanted = np.concatenate([steep * value * share * (1 + gate * (1 - share)), steep * gate * share], -1)

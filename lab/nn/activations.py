@@ -54,15 +54,16 @@ def swiglu(made: jax.Array) -> jax.Array:
   return (nn.silu(gate) * value).astype(made.dtype)
 
 
-def _swiglu_backward(made, slope):
-  def plain(made, slope):
-    gate, value = (half.astype(jnp.float32) for half in jnp.split(made, 2, -1))
-    halves = jax.vjp(lambda gate, value: nn.silu(gate) * value, gate, value)[1](slope.astype(jnp.float32))
-    return jnp.concatenate(halves, -1).astype(made.dtype),
-  return tuple(kernels.choose(plain, kernels.swiglu_gradient, (made, slope)))
+swiglu.defvjp(lambda made: (swiglu(made), made), lambda made, slope: tuple(
+    kernels.choose(_plain_swiglu_gradient, kernels.swiglu_gradient, (made, slope))))
 
 
-swiglu.defvjp(lambda made: (swiglu(made), made), _swiglu_backward)
+def _plain_swiglu_gradient(made, slope):
+  gate, value, slope = (x.astype(jnp.float32) for x in (*jnp.split(made, 2, -1), slope))
+  share = nn.sigmoid(gate)
+  # in this order both are 0 far below, not infinity times 0
+  halves = slope * value * share * (1 + gate * (1 - share)), slope * (gate * share)
+  return jnp.concatenate(halves, -1).astype(made.dtype),
 
 
 @functools.partial(jax.checkpoint, static_argnums=(0,))

@@ -344,7 +344,7 @@ def _swiglu_gradient(made_of, slope_of, to_made, *, rows, tile, columns, width):
   gate, value, slope = _read(made_of, gates, inside), _read(made_of, values, inside), _read(slope_of, gates, inside)
   share = 1 / (1 + _exp(-gate))
   _write(to_made, gates, inside, slope * value * share * (1 + gate * (1 - share)))
-  _write(to_made, values, inside, slope * gate * share)
+  _write(to_made, values, inside, slope * (gate * share))
 
 
 def gelu_slope(z: jax.Array, tanh: Callable) -> jax.Array:

@@ -47,7 +47,7 @@ def _call(kernel, causal, interpret, results, q, k, v, lengths, *slope):
   rows = tile // steps
   flat = lambda x: x.reshape(number * steps, *x.shape[2:])
   keys = [] if lengths is None else [flat((jnp.arange(steps)[None] < lengths[:, None]).astype(jnp.int32))]
-  # with lengths, fewer warps for large tiles keep kilobytes a thread in memory; without, they would be a tenth faster
+  # with 4 warps for a large tile and lengths, over a kilobyte a thread of the gradient has to be kept in memory
   made = pl.pallas_call(
       functools.partial(kernel, causal=causal, steps=steps, held=rows * steps, tile=tile, tokens=number * steps,
                         masked=lengths is not None, exp2=kernels.exp2(interpret)),

@@ -44,8 +44,10 @@ make_environment() {
   fi
   # a caller's `make_environment || ...` would switch `set -e` off in here
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check uv -c "$root/constraints.txt" || return
-  VIRTUAL_ENV=$venv UV_PYTHON_DOWNLOADS=never "$venv/bin/uv" pip install --quiet -e "$root${extras:+[$extras]}" \
-    -c "$root/constraints.txt" || return
+  # to bytecode now: where PYTHONDONTWRITEBYTECODE is set, as in many containers, each start would compile all modules
+  # anew, and to import TensorFlow take 18 s in place of 6
+  VIRTUAL_ENV=$venv UV_PYTHON_DOWNLOADS=never "$venv/bin/uv" pip install --quiet --compile-bytecode \
+    -e "$root${extras:+[$extras]}" -c "$root/constraints.txt" || return
   echo "$stamp" > "$done_"
   exec 9>&-
 }

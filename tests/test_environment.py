@@ -14,7 +14,7 @@ STUB = """#!/bin/sh
 case "$*" in
   '-m venv --clear '*) mkdir -p "$4/bin"; cp "$0" "$4/bin/python"; cp "$0" "$4/bin/uv" ;;
   '-m pip install '*) exit ${FAIL:-0} ;;
-  'pip install '*) echo environment >> "$INSTALLED" ;;
+  'pip install '*' --compile-bytecode '*) echo environment >> "$INSTALLED" ;;
 esac
 """
 
